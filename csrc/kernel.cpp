@@ -1,0 +1,1 @@
+namespace MH_LEVEL { int lanes() { return MH_LANES; } }
