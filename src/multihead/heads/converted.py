@@ -1,0 +1,151 @@
+"""A GGUF file converted once to safetensors, and kept in a cache that several processes can share."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .models import Progress
+
+_STALE_SECONDS = 24 * 3600
+
+
+def cache_folder() -> Path:
+    """Return the folder of converted models: $MULTIHEAD_CACHE, $XDG_CACHE_HOME/multihead or ~/.cache/multihead."""
+    if own := os.environ.get("MULTIHEAD_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "multihead"
+
+
+def converted(file: Path, tell: Progress) -> Path:
+    """Return the folder with a GGUF file's model and tokenizer as transformers saves them, made if it is not there.
+
+    The folder's name holds the hash of the file and the version of transformers, whose tokenizers saved by version
+    5 are not read by version 4. It is written beside and renamed, so a folder that exists is whole.
+
+    Raises:
+        ModelError: the file is no GGUF, is broken, holds an architecture that transformers does not read, or the
+            cache cannot be written.
+    """
+    import transformers
+
+    from .models import ModelError
+
+    try:
+        digest = _sha256(file)
+    except OSError as error:
+        raise ModelError(f"{file}: cannot be read: {error.strerror}") from error
+    final = cache_folder() / f"{file.stem}-{digest[:16]}-transformers-{transformers.__version__}"
+    if final.is_dir():
+        return final
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(final.parent)
+        partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
+    except OSError as error:
+        hint = "MULTIHEAD_CACHE names another folder"
+        raise ModelError(
+            f"cannot write the converted model in {final.parent}: {error.strerror}; {hint}"
+        ) from error
+    try:
+        _convert(file, partial, tell)
+        # Another process may have finished first: its folder is the same, and a full folder is never replaced.
+        with contextlib.suppress(OSError):
+            partial.rename(final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    if not final.is_dir():
+        raise ModelError(f"cannot write the converted model to {final}")
+    return final
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the warnings and progress bars of transformers and the hub's client inside the block."""
+    import transformers.modeling_gguf_pytorch_utils as legacy
+    from transformers.utils import logging as hf
+
+    hub = logging.getLogger("huggingface_hub")
+    verbosity, bars, level, tqdm = hf.get_verbosity(), hf.is_progress_bar_enabled(), hub.level, legacy.tqdm
+    hf.set_verbosity_error()
+    hf.disable_progress_bar()
+    hub.setLevel(logging.ERROR)
+    # The GGUF loader takes tqdm past the switch above.
+    legacy.tqdm = hf.tqdm
+    try:
+        yield
+    finally:
+        legacy.tqdm = tqdm
+        hub.setLevel(level)
+        hf.set_verbosity(verbosity)
+        if bars:
+            hf.enable_progress_bar()
+
+
+def _sha256(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _remove_stale(folder: Path) -> None:
+    """Remove what a killed process left half written."""
+    for partial in folder.glob(".partial-*"):
+        with contextlib.suppress(OSError):
+            if time.time() - partial.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(partial)
+
+
+def _convert(file: Path, folder: Path, tell: Progress) -> None:
+    """Write a GGUF file's model, in float32, and its tokenizer into a folder."""
+    import torch
+    import transformers
+
+    from .models import ModelError, _line
+
+    with file.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            raise ModelError(f"{file}: not a GGUF file; one starts with the letters GGUF")
+    source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
+    unpack: dict[str, Any] = {}
+    if hasattr(transformers, "GgufConfig"):
+        # Else transformers 5 keeps the weights packed where the package `kernels` is installed.
+        unpack["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    try:
+        with quiet():
+            tell(f"reading the tokenizer of {file.name}", 0.0)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **source)
+            tell(f"converting {file.name}, only this once", 0.25)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                file.parent, dtype=torch.float32, **source, **unpack
+            )
+    except Exception as error:
+        # The readers check little and raise whatever they meet in a broken file.
+        raise ModelError(f"{file}: cannot be read as GGUF: {_line(error)}") from error
+    _forget_quantization(model)
+    try:
+        with quiet():
+            tell("saving the converted model", 0.9)
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    except OSError as error:
+        raise ModelError(f"cannot write the converted model in {folder.parent}: {error.strerror}") from error
+
+
+def _forget_quantization(model: Any) -> None:
+    """Drop the marks that the weights came quantized: they are float32 now, and would not be saved with the marks."""
+    for name in ("hf_quantizer", "quantization_method", "is_quantized", "_weight_conversions"):
+        vars(model).pop(name, None)
+    vars(model.config).pop("quantization_config", None)
