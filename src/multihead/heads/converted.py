@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .models import Progress
+    from .models import ModelError, Progress
 
 _STALE_SECONDS = 24 * 3600
 
 
 def cache_folder() -> Path:
-    """Return the folder of converted models: $MULTIHEAD_CACHE, $XDG_CACHE_HOME/multihead or ~/.cache/multihead."""
+    """Return where models are kept: $MULTIHEAD_CACHE, else multihead in $XDG_CACHE_HOME or ~/.cache."""
     if own := os.environ.get("MULTIHEAD_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -28,14 +28,14 @@ def cache_folder() -> Path:
 
 
 def converted(file: Path, tell: Progress) -> Path:
-    """Return the folder with a GGUF file's model and tokenizer as transformers saves them, made if it is not there.
+    """Return a folder with a GGUF file's model and tokenizer as transformers saves them; make it if need be.
 
-    The folder's name holds the hash of the file and the version of transformers, whose tokenizers saved by version
-    5 are not read by version 4. It is written beside and renamed, so a folder that exists is whole.
+    The folder's name holds the hash of the file and the version of transformers, since version 4 does not
+    read the tokenizers that version 5 saves. It is written beside and renamed: one that exists is whole.
 
     Raises:
-        ModelError: the file is no GGUF, is broken, holds an architecture that transformers does not read, or the
-            cache cannot be written.
+        ModelError: the file is no GGUF, is broken, holds an architecture that transformers does not read, or
+            the cache cannot be written.
     """
     import transformers
 
@@ -53,43 +53,45 @@ def converted(file: Path, tell: Progress) -> Path:
         _remove_stale(final.parent)
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=final.parent))
     except OSError as error:
-        hint = "MULTIHEAD_CACHE names another folder"
-        raise ModelError(
-            f"cannot write the converted model in {final.parent}: {error.strerror}; {hint}"
-        ) from error
+        raise _unwritable(final.parent, error) from error
     try:
         _convert(file, partial, tell)
-        # Another process may have finished first: its folder is the same, and a full folder is never replaced.
-        with contextlib.suppress(OSError):
+        try:
             partial.rename(final)
+        except OSError as error:
+            # Another process that finished first has made the same folder; a full one is never replaced.
+            if not final.is_dir():
+                raise _unwritable(final.parent, error) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    if not final.is_dir():
-        raise ModelError(f"cannot write the converted model to {final}")
     return final
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence the warnings and progress bars of transformers and the hub's client inside the block."""
-    import transformers.modeling_gguf_pytorch_utils as legacy
     from transformers.utils import logging as hf
 
     hub = logging.getLogger("huggingface_hub")
-    verbosity, bars, level, tqdm = hf.get_verbosity(), hf.is_progress_bar_enabled(), hub.level, legacy.tqdm
+    verbosity, bars, level = hf.get_verbosity(), hf.is_progress_bar_enabled(), hub.level
     hf.set_verbosity_error()
     hf.disable_progress_bar()
     hub.setLevel(logging.ERROR)
-    # The GGUF loader takes tqdm past the switch above.
-    legacy.tqdm = hf.tqdm
     try:
         yield
     finally:
-        legacy.tqdm = tqdm
         hub.setLevel(level)
         hf.set_verbosity(verbosity)
         if bars:
             hf.enable_progress_bar()
+
+
+def _unwritable(folder: Path, error: OSError) -> ModelError:
+    from .models import ModelError
+
+    reason = error.strerror or str(error)
+    hint = "set MULTIHEAD_CACHE to another folder"
+    return ModelError(f"cannot write the converted model in {folder}: {reason}; {hint}")
 
 
 def _sha256(file: Path) -> str:
@@ -113,18 +115,18 @@ def _convert(file: Path, folder: Path, tell: Progress) -> None:
     import torch
     import transformers
 
-    from .models import ModelError, _line
+    from .models import ModelError, first_line
 
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
-            raise ModelError(f"{file}: not a GGUF file; one starts with the letters GGUF")
+            raise ModelError(f"{file}: not a GGUF file, which starts with the letters GGUF")
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     unpack: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):
         # Else transformers 5 keeps the weights packed where the package `kernels` is installed.
         unpack["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
-        with quiet():
+        with quiet(), _no_bar():
             tell(f"reading the tokenizer of {file.name}", 0.0)
             tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, **source)
             tell(f"converting {file.name}, only this once", 0.25)
@@ -133,7 +135,7 @@ def _convert(file: Path, folder: Path, tell: Progress) -> None:
             )
     except Exception as error:
         # The readers check little and raise whatever they meet in a broken file.
-        raise ModelError(f"{file}: cannot be read as GGUF: {_line(error)}") from error
+        raise ModelError(f"{file}: cannot be read as GGUF: {first_line(error)}") from error
     _forget_quantization(model)
     try:
         with quiet():
@@ -141,11 +143,29 @@ def _convert(file: Path, folder: Path, tell: Progress) -> None:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
     except OSError as error:
-        raise ModelError(f"cannot write the converted model in {folder.parent}: {error.strerror}") from error
+        raise _unwritable(folder.parent, error) from error
+
+
+@contextlib.contextmanager
+def _no_bar() -> Iterator[None]:
+    """Keep the bar away that transformers' GGUF reader takes straight from tqdm, past the switch of `quiet`."""
+    try:
+        import transformers.modeling_gguf_pytorch_utils as reader
+    except ImportError:
+        yield
+        return
+    from transformers.utils import logging as hf
+
+    bar = vars(reader).get("tqdm")
+    vars(reader)["tqdm"] = hf.tqdm
+    try:
+        yield
+    finally:
+        vars(reader)["tqdm"] = bar
 
 
 def _forget_quantization(model: Any) -> None:
-    """Drop the marks that the weights came quantized: they are float32 now, and would not be saved with the marks."""
+    """Drop the marks that the weights came quantized: they are float32 now, and not saved with such marks."""
     for name in ("hf_quantizer", "quantization_method", "is_quantized", "_weight_conversions"):
         vars(model).pop(name, None)
     vars(model.config).pop("quantization_config", None)

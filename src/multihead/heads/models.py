@@ -79,11 +79,11 @@ class OpenModel:
 
 
 def open_model(name: str, progress: Progress | None = None) -> OpenModel:
-    """Open the model that a name means, in float32 and evaluation mode; code that comes with a model never runs.
+    """Open the model that a name means, in float32 and evaluation mode; a model's own code never runs.
 
     Args:
-        name: an alias of `ALIASES`, a folder with a config and safetensors, a `.gguf` file, or a hub name. An alias
-            goes before a folder of the same name, which `./name` reaches.
+        name: an alias of `ALIASES`, a folder with a config and safetensors, a `.gguf` file, or a hub name. An
+            alias goes before a folder of the same name, which `./name` reaches.
         progress: called as `progress(what, fraction)` before each step; the fraction is None where unknown.
 
     Raises:
@@ -155,12 +155,8 @@ def _local_path(name: str) -> Path | None:
         if path.suffix.lower() != ".gguf":
             raise ModelError(f"{name}: not a model; expected a .gguf file or a folder with a config.json")
         return path
-    if (
-        path.suffix.lower() == ".gguf"
-        or path.is_absolute()
-        or name.startswith((".", "~"))
-        or name.count("/") > 1
-    ):
+    is_path = path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    if is_path or path.suffix.lower() == ".gguf":
         raise ModelError(f"{name}: no such file or folder")
     return None
 
@@ -213,16 +209,12 @@ def _load(name: str, where: str, source: str, *, local_only: bool, tell: Progres
             what = "tokenizer"
             tokenizer = AutoTokenizer.from_pretrained(where, **options)
     except Exception as error:
-        # Loaders raise almost any type on a broken file (OSError, ValueError, SafetensorError, KeyError, ...).
+        # Loaders raise almost any type on a broken file: OSError, ValueError, SafetensorError, KeyError, ...
         if is_hub and what == "model" and isinstance(error, OSError):
-            reason = (
-                "the hub is out of reach and its local cache has none either" if local_only else _line(error)
-            )
-            message = (
-                f"no model {name!r}: no alias, file or folder has that name, and {reason}; {_what_is_there()}"
-            )
-            raise ModelError(message) from error
-        raise ModelError(f"{name}: cannot read the {what}: {_line(error)}") from error
+            hub = "the hub is out of reach and its cache has none" if local_only else first_line(error)
+            here = f"no model {name!r}: no alias, file or folder has that name"
+            raise ModelError(f"{here}, and {hub}; {_what_is_there()}") from error
+        raise ModelError(f"{name}: cannot read the {what}: {first_line(error)}") from error
     return OpenModel(model.eval(), tokenizer, facts_of(model, name, source))
 
 
@@ -270,7 +262,7 @@ def _max_positions(model: PreTrainedModel, config: Any) -> int | None:
     return _count(config, "max_position_embeddings", "max_target_positions")
 
 
-def _line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error, or its type where it has none."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
