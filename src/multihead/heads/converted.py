@@ -9,12 +9,13 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .models import ModelError, Progress
+from .errors import ModelError, first_line
+
+Progress = Callable[[str, "float | None"], None]
 
 _STALE_SECONDS = 24 * 3600
 
@@ -38,8 +39,6 @@ def converted(file: Path, tell: Progress) -> Path:
             the cache cannot be written.
     """
     import transformers
-
-    from .models import ModelError
 
     try:
         digest = _sha256(file)
@@ -87,8 +86,6 @@ def quiet() -> Iterator[None]:
 
 
 def _unwritable(folder: Path, error: OSError) -> ModelError:
-    from .models import ModelError
-
     reason = error.strerror or str(error)
     hint = "set MULTIHEAD_CACHE to another folder"
     return ModelError(f"cannot write the converted model in {folder}: {reason}; {hint}")
@@ -114,8 +111,6 @@ def _convert(file: Path, folder: Path, tell: Progress) -> None:
     """Write a GGUF file's model, in float32, and its tokenizer into a folder."""
     import torch
     import transformers
-
-    from .models import ModelError, first_line
 
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
@@ -148,20 +143,21 @@ def _convert(file: Path, folder: Path, tell: Progress) -> None:
 
 @contextlib.contextmanager
 def _no_bar() -> Iterator[None]:
-    """Keep the bar away that transformers' GGUF reader takes straight from tqdm, past the switch of `quiet`."""
+    """Hide the bar that transformers' GGUF reader takes straight from tqdm, past the switch of `quiet`."""
     try:
-        import transformers.modeling_gguf_pytorch_utils as reader
+        import transformers.modeling_gguf_pytorch_utils as module
     except ImportError:
         yield
         return
     from transformers.utils import logging as hf
 
-    bar = vars(reader).get("tqdm")
-    vars(reader)["tqdm"] = hf.tqdm
+    reader: Any = module
+    bar = getattr(reader, "tqdm", None)
+    reader.tqdm = hf.tqdm
     try:
         yield
     finally:
-        vars(reader)["tqdm"] = bar
+        reader.tqdm = bar
 
 
 def _forget_quantization(model: Any) -> None:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from .converted import Progress, converted, quiet
+from .errors import ModelError, first_line
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-Progress = Callable[[str, "float | None"], None]
-
-
-class ModelError(ValueError):
-    """A model cannot be opened; the message is one line that says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +93,6 @@ def open_model(name: str, progress: Progress | None = None) -> OpenModel:
     if local.suffix.lower() == ".gguf":
         _need("gguf", "reading GGUF files")
         _need("accelerate", "reading GGUF files")
-        from .converted import converted
-
         return _load(name, str(converted(local, tell)), str(local), local_only=True, tell=tell)
     return _load(name, str(local), str(local), local_only=True, tell=tell)
 
@@ -194,8 +188,6 @@ def _load(name: str, where: str, source: str, *, local_only: bool, tell: Progres
     import torch
     from transformers import AutoConfig, AutoTokenizer
 
-    from .converted import quiet
-
     is_hub = source.startswith("hub: ")
     tell(f"opening {name}", None)
     options = {"trust_remote_code": False, "local_files_only": local_only}
@@ -254,15 +246,12 @@ def _count(config: Any, *names: str) -> int | None:
 
 def _max_positions(model: PreTrainedModel, config: Any) -> int | None:
     """Return how many tokens the position table serves, or None where nothing bounds them."""
-    for module_name, module in model.named_modules():
-        padding = getattr(module, "padding_idx", None)
-        # RoBERTa and its kin keep the rows up to the padding index for padding (fairseq's numbering).
-        if module_name.endswith("position_embeddings") and padding is not None:
-            return int(module.num_embeddings) - padding - 1
+    from torch import nn
+
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Embedding) or not name.endswith("position_embeddings"):
+            continue
+        if module.padding_idx is not None:
+            # RoBERTa and its kin keep the rows up to the padding index for padding (fairseq's numbering).
+            return module.num_embeddings - module.padding_idx - 1
     return _count(config, "max_position_embeddings", "max_target_positions")
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error, or its type where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
