@@ -128,6 +128,9 @@ def _convert(file: Path, folder: Path, tell: Progress) -> None:
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 file.parent, dtype=torch.float32, **source, **unpack
             )
+        _keep_bos_rule(file, tokenizer)
+    except ImportError as error:
+        raise ModelError(f"reading GGUF files: {first_line(error)}: pip install 'multihead[hf]'") from error
     except Exception as error:
         # The readers check little and raise whatever they meet in a broken file.
         raise ModelError(f"{file}: cannot be read as GGUF: {first_line(error)}") from error
@@ -139,6 +142,16 @@ def _convert(file: Path, folder: Path, tell: Progress) -> None:
             tokenizer.save_pretrained(folder)
     except OSError as error:
         raise _unwritable(folder.parent, error) from error
+
+
+def _keep_bos_rule(file: Path, tokenizer: Any) -> None:
+    """Let the file say whether texts begin with the BOS token; transformers 4 always puts one there."""
+    if getattr(tokenizer, "add_bos_token", False):
+        import gguf
+
+        rule = gguf.GGUFReader(file).fields.get("tokenizer.ggml.add_bos_token")
+        if rule is not None and not rule.parts[rule.data[0]][0]:
+            tokenizer.add_bos_token = False
 
 
 @contextlib.contextmanager
