@@ -10,13 +10,26 @@ import numpy as np
 import pandas
 import pytest
 
-TOKENS = ["The", "cat", "</script><img src=x onerror=alert(1)>", "שלום", "it", "👩‍🚀", "日本", 'mat"\'', "a\x00\x1b[31m\u202eb", "&lt;", "."]
+TOKENS = [
+    "The",
+    "cat",
+    "</script><img src=x onerror=alert(1)>",
+    "שלום",
+    "it",
+    "👩‍🚀",
+    "日本",
+    "mat\"'",
+    "a\x00\x1b[31m\u202eb",
+    "&lt;",
+    ".",
+]
 LAYERS, HEADS = [0, 2, 5], 7
+ROLES = ["previous", "offset(3)", "induction", "broad", "<b>new & odd</b>"]
 
 
 @pytest.fixture(scope="session")
 def fake_report():
-    """A causal model with 3 of 6 layers watched, 7 heads, 11 tokens, and a passage of 23 tokens in 13 cells."""
+    """Return a causal model, 3 of 6 layers, 7 heads, 11 tokens; a passage of 23 tokens in 13 cells."""
     rng = np.random.default_rng(3)
     length, cells = len(TOKENS), 13
     visible = np.tril(np.ones((length, length)))
@@ -25,20 +38,31 @@ def fake_report():
     roles = []
     for place, layer in enumerate(LAYERS):
         for head in range(HEADS):
-            for number, role in enumerate(["previous", "offset(3)", "induction", "broad", "<b>new & odd</b>"]):
+            for number, role in enumerate(ROLES):
                 score = float(rng.uniform(0, 0.25)) if (place + head) % 5 != number else 0.9 - 0.05 * place
                 roles.append((layer, head, role, score, 0.1, (score - 0.1) / 0.9, score > 0.5))
     table = pandas.DataFrame(roles, columns=["layer", "head", "role", "score", "baseline", "lift", "label"])
     main = {(row.layer, row.head): row.role for row in table[table.label].itertuples()}
     main.update({(0, 6): "", (5, 1): ""})
-    links = pandas.DataFrame([(2, 3, 4, 1, 0.61), (5, 2, 4, 1, 0.4)], columns=["layer", "head", "query", "key", "weight"])
+    found = [(2, 3, "it", "cat", 0.61), (5, 2, "it", "cat", 0.4), (2, 3, "it", "mat", 0.23)]
+    links = pandas.DataFrame(found, columns=["layer", "head", "query", "key", "weight"])
     passage = np.tril(rng.uniform(0, 1, size=(len(LAYERS), HEADS, cells, cells))).astype(np.float16)
-    statistics = {name: rng.uniform(0, 3, size=(len(LAYERS), HEADS, 23)) for name in ("entropy", "max_weight", "lse")}
+    names = ("entropy", "max_weight", "lse")
+    statistics = {name: rng.uniform(0, 3, size=(len(LAYERS), HEADS, 23)) for name in names}
     statistics["entropy"][:, :, 0] = np.nan
     return SimpleNamespace(
         model=SimpleNamespace(
-            name="tiny <model>", source="", layers=6, n_heads=HEADS, n_kv_heads=1, d_head=11, kind="MQA", causal=True,
-            architecture="LlamaForCausalLM", parameters=134_515_008, max_positions=None,
+            name="tiny <model>",
+            source="",
+            layers=6,
+            n_heads=HEADS,
+            n_kv_heads=1,
+            d_head=11,
+            kind="MQA",
+            causal=True,
+            architecture="LlamaForCausalLM",
+            parameters=134_515_008,
+            max_positions=None,
         ),
         text="hostile",
         tokens=(TOKENS * 3)[:23],
@@ -48,6 +72,7 @@ def fake_report():
         passage_map=passage,
         passage_edges=np.linspace(0, 23, cells + 1).round().astype(int),
         links=links,
+        notes=["the text was cut to 23 of its <31> tokens"],
         seconds=1.25,
         peak_memory=1_200_000_000,
         layers=LAYERS,

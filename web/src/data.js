@@ -18,7 +18,7 @@ export const views = data.views.map((view) => {
     ...view,
     cells,
     exact: view.edges.at(-1) === cells && view.type === "float32",
-    label: (cell) => view.tokens.slice(view.edges[cell], view.edges[cell + 1]).join(" "),
+    label: (cell) => view.tokens.slice(view.edges[cell], view.edges[cell + 1]).map((token) => token.trim()).join(" "),
     map(head) {
       numbers ??= decode(view);
       const map = numbers.subarray(head * cells * cells, (head + 1) * cells * cells);

@@ -44,8 +44,9 @@ function header() {
     `d_head ${model.dHead}`,
     model.causal ? "causal" : "bidirectional",
     `${(model.parameters / 1e6).toFixed(1)}M parameters`,
-    `looked at in ${number(model.seconds, 1)} s with ${(model.peakMemory / 1e9).toFixed(2)} GB at most`,
+    `seen in ${number(model.seconds, 1)} s, peak memory ${(model.peakMemory / 1e9).toFixed(2)} GB`,
   ].join(" · ");
+  byId("notes").textContent = data.notes.join(" · ");
 }
 
 function legend() {
@@ -152,7 +153,7 @@ function read(at) {
     .selectAll("bdi")
     .data(view.exact ? view.tokens : [])
     .join("bdi")
-    .text((token) => token)
+    .text((token) => token.trim())
     .classed("query", (_, cell) => cell === at?.row)
     .style("--weight", (_, cell) => (row ? Math.sqrt(row[cell] || 0) : 0));
 }

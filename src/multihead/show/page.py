@@ -1,7 +1,7 @@
-"""A report as one HTML file: opened from disk, no network, nothing fetched, every text of the report shown as text.
+"""A report as one HTML file: opened from disk, nothing fetched, every text of the report shown as text.
 
-The file is a template with three holes (style, data, script). The data is JSON without `<`, `>` and `&`; larger arrays
-in it are base64 of little-endian numbers, whose type stands beside them.
+The file is a template with three holes (style, data, script). The data is JSON without `<`, `>` and `&`; larger
+arrays in it are base64 of little-endian numbers, whose type stands beside them.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ def render(report: Report) -> str:
 def content(report: Report) -> dict[str, Any]:
     """Return the page's data as strict JSON values; lists over heads go layer by layer."""
     places = [(layer, head) for layer in report.layers for head in range(report.model.n_heads)]
+    tokens, weights = report.sentence.tokens, report.sentence.weights
+    views = [_view("sentence", tokens, weights, range(len(tokens) + 1))]
+    if report.passage_map is not None:
+        views.append(_view("passage", report.tokens, report.passage_map, report.passage_edges))
     main = dict(report.main_role)
     return {
         "schema": 1,
@@ -53,16 +57,14 @@ def content(report: Report) -> dict[str, Any]:
         "shown": [f"{layer}.{head}" in report.heads for layer, head in places],
         "main": [main.get(place, "") for place in places],
         "roles": _roles(report, places),
+        "notes": [visible(note) for note in report.notes],
         "statistics": _statistics(report),
-        "views": [
-            _view("sentence", report.sentence.tokens, report.sentence.weights, range(len(report.sentence.tokens) + 1)),
-            *([] if report.passage_map is None else [_view("passage", report.tokens, report.passage_map, report.passage_edges)]),
-        ],
+        "views": views,
     }
 
 
 def embed(data: Any) -> str:
-    """Write JSON that is safe inside a script element: strict, ASCII, without the characters HTML could act on."""
+    """Write JSON that is safe in a script element: strict, ASCII, without the characters HTML could act on."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -86,9 +88,7 @@ def _model(report: Report) -> dict[str, Any]:
 
 def _roles(report: Report, places: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
     columns = ("score", "baseline", "lift", "label")
-    found = {
-        (row["role"], row["layer"], row["head"]): row for row in report.roles.to_dict("records")
-    }
+    found = {(row["role"], row["layer"], row["head"]): row for row in report.roles.to_dict("records")}
     roles = []
     for role, mark in marks(report.roles["role"].tolist()).items():
         rows = [found.get((role, *place), {}) for place in places]
@@ -111,7 +111,7 @@ def _statistics(report: Report) -> list[dict[str, Any]]:
 
 
 def _view(name: str, tokens: Sequence[str], weights: Any, edges: Any) -> dict[str, Any]:
-    """Return the maps of all heads (layer, H, m, m) on one text, m cells a side, cell c from edges[c] to edges[c + 1]."""
+    """Return the maps (layer, H, m, m) of all heads on one text; cell c goes from edges[c] to edges[c + 1]."""
     maps = np.asarray(weights, dtype=np.float32)
     exact = maps.size <= _EXACT_CELLS
     if not exact:  # value = (code / 254)², off by at most 0.004, 255 for what is no number
@@ -122,7 +122,7 @@ def _view(name: str, tokens: Sequence[str], weights: Any, edges: Any) -> dict[st
         "tokens": [visible(token) for token in tokens],
         "edges": [int(edge) for edge in edges],
         "type": "float32" if exact else "squared uint8",
-        "data": base64.b64encode(np.ascontiguousarray(maps, maps.dtype.newbyteorder("<"))).decode("ascii"),
+        "data": base64.b64encode(maps.astype(maps.dtype.newbyteorder("<")).tobytes()).decode("ascii"),
     }
 
 
@@ -134,4 +134,4 @@ def _number(value: Any) -> float | bool | None:
 
 
 def _asset(name: str) -> str:
-    return (files(__package__) / "assets" / name).read_text(encoding="utf-8")
+    return (files("multihead.show") / "assets" / name).read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """The letter and the colour of each role, the same in a terminal and on the page.
 
-Colours tell families apart at a glance; the letter is what identifies a role, so nothing depends on seeing colour.
+Colours tell families apart at a glance; the letter identifies a role, so nothing depends on seeing colour.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A report for a terminal: every function returns something rich can print.
 
-Nothing here depends on colour alone: roles are letters, weights are shades, so a pipe or NO_COLOR loses no meaning.
+Nothing depends on colour alone: roles are letters, weights are shades, so without colour no meaning is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from .tokens import visible
 _INK = "#10131c"
 _RAMP = ((0x16, 0x1B, 0x33), (0x27, 0x40, 0x78), (0x24, 0x7F, 0xA8), (0x4F, 0xC3, 0xA9), (0xF4, 0xF1, 0xB0))
 _SHADES = ((0.75, "█"), (0.5, "▓"), (0.2, "▒"), (0.05, "░"))
-RIVAL = "mat"  # the noun of the sentence that the pronoun does not mean
 _LABEL = 8  # cells for a token beside or above a map
 
 
@@ -41,7 +40,8 @@ def summary(report: Report, maps: int = 4) -> RenderableType:
     if len(report.links):
         sections.append(("Which heads resolve the pronoun", link_table(report)))
     parts = [part for title, body in sections for part in (heading(title), Text(), body, Text())]
-    return Group(model_line(report.model), Text(), *parts, cost_line(report))
+    notes = [Text(visible(note), style="yellow") for note in report.notes]
+    return Group(model_line(report.model), Text(), *parts, *notes, cost_line(report))
 
 
 def heading(words: str) -> Text:
@@ -66,9 +66,8 @@ def model_line(facts: Facts) -> Text:
 
 def cost_line(report: Report) -> Text:
     """Return what the look took: tokens read, time and the process's peak memory."""
-    return Text(
-        f"{len(report.tokens)} tokens · {report.seconds:.1f} s · peak memory {report.peak_memory / 1e9:.2f} GB"
-    )
+    memory = f"peak memory {report.peak_memory / 1e9:.2f} GB"
+    return Text(f"{len(report.tokens)} tokens · {report.seconds:.1f} s · {memory}")
 
 
 def role_marks(report: Report) -> dict[str, Mark]:
@@ -78,9 +77,8 @@ def role_marks(report: Report) -> dict[str, Mark]:
 
 def role_grid(report: Report) -> RoleGrid:
     """Return the grid layers x heads with the letter of each head's main role."""
-    return RoleGrid(
-        list(report.layers), report.model.n_heads, dict(report.main_role), role_marks(report), _selected(report)
-    )
+    named, heads = dict(report.main_role), report.model.n_heads
+    return RoleGrid(list(report.layers), heads, named, role_marks(report), _selected(report))
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,8 @@ class RoleGrid:
         for place, layer in enumerate(layers):
             shown = cell > 2 or layer % 5 == 0 or place == 0
             crowded = cell == 2 and place == 0 and layer % 5 == 4 and layer > 9
-            header.append((str(layer) if shown and not crowded else "").rjust(cell - 1).ljust(cell)[:cell], "dim")
+            name = str(layer) if shown and not crowded else ""
+            header.append(name.rjust(cell - 1).ljust(cell)[:cell], "dim")
         yield header
         for head in range(self.n_heads):
             line = Text(no_wrap=True).append(f"head {head}".ljust(margin), "dim")
@@ -128,9 +127,7 @@ def legend(report: Report) -> RenderableType:
     """Return which letter stands for which role, for the roles that are some head's main role."""
     used = set(dict(report.main_role).values())
     entries = [
-        Text.assemble(_letter(mark), " ", role)
-        for role, mark in role_marks(report).items()
-        if role in used
+        Text.assemble(_letter(mark), " ", role) for role, mark in role_marks(report).items() if role in used
     ]
     entries.append(Text.assemble((f" {NO_ROLE} ", "dim"), " no clear role"))
     return Columns(entries, padding=(0, 2))
@@ -150,16 +147,18 @@ class ClearestHeads:
     role_marks: dict[str, Mark]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
-        figures = ("score",) if width < 44 else ("score", "baseline", "lift")
-        table = _table("role", "heads", "clearest", *figures, *(("then",) if width >= 66 else ()))
+        names = max((cell_len(role) for role in self.rows), default=0)
+        figures = ("score", "baseline", "lift") if options.max_width >= names + 46 else ("score",)
+        more = (options.max_width - names - 48) // 14  # how many runners-up a line has room for
+        table = _table("role", "heads", "clearest", *figures, *(("then",) if more > 0 else ()))
         for role, (first, *others) in self.rows.items():
+            then = ", ".join(f"{_name(row)} ({row['score']:.2f})" for row in others[:more])
             table.add_row(
                 Text.assemble(_letter(self.role_marks[role]), " ", role),
                 str(len(others) + 1),
                 Text(_name(first), style="bold"),
                 *(f"{first[figure]:.2f}" for figure in figures),
-                Text(", ".join(f"{_name(row)} ({row['score']:.2f})" for row in others[:3]), style="dim"),
+                *((Text(then, style="dim"),) if more > 0 else ()),
             )
         if self.rows:
             yield table
@@ -175,11 +174,10 @@ def labelled(report: Report, role: str) -> list[dict[str, Any]]:
 
 
 def heads_to_draw(report: Report, count: int) -> list[tuple[int, int, str]]:
-    """Choose (layer, head, title) for the maps: the best head for the pronoun, then the clearest of each role."""
+    """Choose (layer, head, title) to draw: the best head for the pronoun, then the clearest of each role."""
     chosen: dict[tuple[int, int], str] = {}
     for link in report.links.to_dict("records")[:1]:
-        words = [visible(report.sentence.tokens[int(link[end])]).strip() for end in ("query", "key")]
-        chosen[int(link["layer"]), int(link["head"])] = " → ".join(words)
+        chosen[int(link["layer"]), int(link["head"])] = f"{link['query']} → {link['key']}"
     for role in role_marks(report):
         rows = [row for row in labelled(report, role) if (row["layer"], row["head"]) not in chosen]
         if rows and len(chosen) < count:
@@ -190,7 +188,7 @@ def heads_to_draw(report: Report, count: int) -> list[tuple[int, int, str]]:
 def head_maps(report: Report, heads: Sequence[tuple[int, int, str]]) -> RenderableType:
     """Return the maps of some heads (layer, head, title) on the sentence, side by side where they fit."""
     maps = [
-        HeadMap(f"{layer}.{head} {title}", report.sentence.tokens, _weights(report, {"layer": layer, "head": head}))
+        HeadMap(f"{layer}.{head} {title}", report.sentence.tokens, _weights(report, layer, head))
         for layer, head, title in heads
     ]
     return Group(Columns(maps, padding=(1, 4)), ShadeLegend())
@@ -259,17 +257,17 @@ def shade(weight: float, cell: int, painted: bool) -> Text:
 
 
 def link_table(report: Report, count: int = 6) -> RenderableType:
-    """Return the heads that lead from the pronoun to what it stands for, with their weight on the other noun."""
-    links = report.links.to_dict("records")[:count]
-    tokens = [visible(token).strip() for token in report.sentence.tokens]
-    query, keys = int(links[0]["query"]), [int(links[0]["key"])]
-    keys += [place for place, token in enumerate(tokens) if token.lower() == RIVAL]
-    table = _table("head", *(f"{tokens[query]} → {tokens[key]}" for key in keys), "main role")
-    for link in links:
-        row = _weights(report, link)[query]
-        role = dict(report.main_role).get((int(link["layer"]), int(link["head"])), "")
-        figures = [f"{float(row[key]):.2f}" for key in keys]
-        table.add_row(Text(_name(link), style="bold"), *figures, Text(role, style="dim"))
+    """Return the heads that lead from the pronoun to what it means, with their weight on the other noun."""
+    links = report.links.to_dict("records")
+    query, keys = links[0]["query"], list(dict.fromkeys(link["key"] for link in links))
+    weights = {(_name(link), link["key"]): link["weight"] for link in links}
+    table = _table("head", *(f"{query} → {key}" for key in keys), "main role")
+    for link in links[:count]:
+        if link["key"] == keys[0]:
+            found = [weights.get((_name(link), key)) for key in keys]
+            figures = ["" if weight is None else f"{weight:.2f}" for weight in found]
+            role = dict(report.main_role).get((int(link["layer"]), int(link["head"])), "")
+            table.add_row(Text(_name(link), style="bold"), *figures, Text(role, style="dim"))
     return table
 
 
@@ -290,7 +288,7 @@ def _signs(token: str) -> list[str]:
     """Split a token into written signs: a character with what joins onto it."""
     signs: list[str] = []
     for character in visible(token):
-        if signs and cell_len(character) == 0:
+        if signs and (cell_len(character) == 0 or signs[-1].endswith("\u200d")):
             signs[-1] += character
         else:
             signs.append(character)
@@ -312,7 +310,7 @@ def _column_labels(tokens: Sequence[str], margin: int, cell: int) -> Iterator[Te
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for name in columns:
         words = name in ("role", "main role", "then")
         table.add_column(Text(name), justify="left" if words else "right", no_wrap=True, overflow="ellipsis")
@@ -342,9 +340,9 @@ def _selected(report: Report) -> set[tuple[int, int]]:
     }
 
 
-def _weights(report: Report, row: dict[str, Any]) -> list[list[float]]:
+def _weights(report: Report, layer: int, head: int) -> list[list[float]]:
     """Return the weights (L, L) of one head on the sentence."""
-    return report.sentence.weights[list(report.layers).index(int(row["layer"])), int(row["head"])].tolist()
+    return report.sentence.weights[list(report.layers).index(layer), head].tolist()
 
 
 def _name(row: dict[str, Any]) -> str:

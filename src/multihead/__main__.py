@@ -1,0 +1,5 @@
+"""`python -m multihead` is the command line."""
+
+from multihead.cli import main
+
+main()

@@ -1,0 +1,219 @@
+"""The door: `multihead look MODEL` prints what every head of a model does. It prints, it computes nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+except ImportError as error:
+    raise SystemExit(f"multihead: this needs {error.name}: pip install 'multihead[look]'") from error
+
+from multihead.interrupt import EXIT_CODE, ending_at_once
+from multihead.show.tokens import visible
+
+if TYPE_CHECKING:
+    from multihead.heads.report import HeadReport
+
+DEFAULT_PAGE = Path("multihead-report.html")
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    """Run the command line; `multihead` and `python -m multihead` start here."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without the shades shows question marks
+    with ending_at_once():
+        try:
+            app()
+        except BrokenPipeError:
+            # The reader, such as head, has what it wanted. Python would complain again when it closes stdout.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"multihead {importlib.metadata.version('multihead')}")
+        raise typer.Exit
+
+
+@app.callback()
+def multihead(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Multi-head attention that you can see through."""
+
+
+@app.command(epilog="Exit codes: 0 done, 2 input that cannot be used (one line says why), 130 Ctrl-C.")
+def look(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="An alias (smollm2, minilm), a folder, a .gguf file, or a name on the hub."
+        ),
+    ],
+    source: Annotated[str, typer.Argument(metavar="-", help="- reads the text from standard input.")] = "",
+    text: Annotated[
+        str | None, typer.Option(help="The text to read; else a passage that comes along.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option(help="A file with the text to read.")] = None,
+    layers: Annotated[str, typer.Option(help="Only these layers: 0,5-8.")] = "",
+    heads: Annotated[str, typer.Option(help="Only these heads, beside the layers: 18.6,16.0.")] = "",
+    json: Annotated[Path | None, typer.Option(help="Write everything as JSON.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the table of roles as CSV.")] = None,
+    html: Annotated[Path, typer.Option(help="Where the page goes.")] = DEFAULT_PAGE,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Cut the text to this many tokens.")] = None,
+) -> None:
+    """Show what every attention head of a model does."""
+    reading = _text(source, text, file)
+    chosen_layers, chosen_heads = _layers(layers), _heads(heads)
+    outputs = [path for path in (json, csv, html) if path is not None]
+    for path in outputs:
+        _check_writable(path)
+    if len({path.resolve() for path in outputs}) < len(outputs):
+        _refuse("two outputs have the same path")
+    try:
+        with _progress() as tell:
+            report = _look(model, reading, chosen_layers, chosen_heads, max_tokens, tell)
+            tell("writing", None)
+            if json is not None:
+                report.to_json(json)
+            if csv is not None:
+                report.to_csv(csv)
+            report.to_html(html)
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_CODE) from None
+    _print(report, outputs)
+
+
+def _look(
+    model: str,
+    text: str | None,
+    layers: list[int] | None,
+    heads: list[str] | None,
+    max_tokens: int | None,
+    tell: Callable[[str, float | None], None],
+) -> HeadReport:
+    tell("loading PyTorch and transformers", None)
+    try:
+        from multihead.heads.errors import ModelError
+        from multihead.heads.report import ReportError, look
+
+        return look(model, text, layers=layers, heads=heads, max_tokens=max_tokens, progress=tell)
+    except ModuleNotFoundError as error:
+        _refuse(f"looking at models needs {error.name}: pip install 'multihead[look]'")
+    except (ModelError, ReportError) as error:
+        _refuse(str(error))
+
+
+def _print(report: HeadReport, outputs: list[Path]) -> None:
+    from rich.text import Text
+
+    from multihead.show.text import summary
+
+    console = Console(highlight=False, soft_wrap=False)
+    console.on_broken_pipe = _broken_pipe  # rich would end with code 1
+    console.print(summary(report))
+    for path in outputs:
+        console.print(Text(str(path)), soft_wrap=True)
+
+
+def _broken_pipe() -> NoReturn:
+    raise BrokenPipeError
+
+
+def _text(source: str, text: str | None, file: Path | None) -> str | None:
+    """Return the text that was asked for, None for the passage that comes along."""
+    if source not in ("", "-"):
+        _refuse(
+            f"unexpected argument {source!r}: a text is given by --text T, --file F or - (standard input)"
+        )
+    if (source == "-") + (text is not None) + (file is not None) > 1:
+        _refuse("give one text: --text, --file or -")
+    if file is None and source != "-":
+        found = text
+    else:
+        name = "standard input" if file is None else str(file)
+        try:
+            found = (sys.stdin.buffer.read() if file is None else file.read_bytes()).decode("utf-8-sig")
+        except OSError as error:
+            _refuse(f"cannot read {name}: {error.strerror or error}")
+        except UnicodeDecodeError as error:
+            _refuse(f"cannot read {name}: it is not UTF-8 text (byte {error.start})")
+    if found is not None and not found.strip():
+        _refuse("the text is empty")
+    return found
+
+
+def _layers(listed: str) -> list[int] | None:
+    """Return the layers of a list such as 0,5-8; None for all."""
+    if not listed:
+        return None
+    layers: list[int] = []
+    for part in listed.split(","):
+        found = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part, re.ASCII)
+        if not found or int(found[1]) > int(found[2] or found[1]):
+            _refuse(f"--layers: expected numbers and ranges such as 0,5-8, got {listed!r}")
+        layers += range(int(found[1]), int(found[2] or found[1]) + 1)
+    return sorted(set(layers))
+
+
+def _heads(listed: str) -> list[str] | None:
+    """Return the heads of a list such as 18.6,16.0; None for all."""
+    if not listed:
+        return None
+    heads = [part.strip() for part in listed.split(",")]
+    if not all(re.fullmatch(r"\d{1,6}\.\d{1,6}", head, re.ASCII) for head in heads):
+        _refuse(f"--heads: expected layer.head, such as 18.6,16.0, got {listed!r}")
+    return heads
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a path that cannot be written, before the work rather than after it."""
+    folder = path.resolve().parent
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+        if path.exists() and not path.is_file():
+            return
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        _refuse(f"cannot write {path}: {error.strerror or error}")
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, float | None], None]]:
+    """Show stages of work on standard error, where that is a terminal; gives the function that tells one."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def tell(stage: str, fraction: float | None) -> None:
+            total = None if fraction is None else 1.0
+            progress.update(task, description=stage, total=total, completed=fraction or 0.0)
+
+        yield tell
+
+
+def _refuse(message: str) -> NoReturn:
+    """End with code 2 and one line on standard error."""
+    print(f"multihead: {visible(' '.join(message.split()))}", file=sys.stderr)
+    raise typer.Exit(2)
