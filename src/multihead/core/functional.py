@@ -1,0 +1,306 @@
+"""attention, observe, explain: check the arguments, choose a path, call it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import native, reference, tiled
+from .axes import check_broadcast, check_integers, check_shape
+from .masking import Visibility
+from .problem import Problem
+from .statistics import Observation, Statistics
+
+Window = tuple[int | None, int | None]
+_IMPLEMENTATIONS = {"native": native.forward, "tiled": tiled.forward, "reference": reference.forward}
+_OPEN: Window = (None, None)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
+    query_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    query_start: int | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Multi-head attention: softmax over the visible keys of softcap(scale * q.k) + bias + ALiBi, times the values.
+
+    Args:
+        query: (B, H, L, D), float.
+        key: (B, G, S, D); G divides H, and query head h reads key/value head h // (H // G).
+        value: (B, G, S, E).
+        causal: query i sees keys j <= p, where p = query_start + i is its position among the keys.
+        window: (left, right), a query sees p - left <= j <= p + right; None is an open side.
+        mask: bool, broadcasts to (B, H, L, S); True = may attend.
+        bias: float, broadcasts to (B, H, L, S), added to the scores; a cell of -inf is invisible.
+        alibi_slopes: (H,); adds -slope * |p - j|.
+        key_lengths: (B,), sequence b has keys j < key_lengths[b].
+        query_mask: (B, L), False = a row of padding: zeros out, in no statistic.
+        document_ids: (B, S), -1 = padding; a query sees the keys of the document at its p.
+        query_start: int or (B,), by default S - L, or max(0, key_lengths - L) with lengths; 0 is PyTorch's is_causal.
+        scale: by default 1 / sqrt(D).
+        softcap: c in c * tanh(x / c).
+        sinks: (H,), one more logit a head, that takes weight and gives no value.
+        dropout_p: share of the weights dropped; the others are divided by 1 - dropout_p.
+        dropout_seed: which ones; by default drawn from PyTorch's generator.
+        impl: "auto", "native", "tiled" or "reference".
+
+    Returns:
+        (B, H, L, E) in the query's type. A row that sees no key is zeros.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or a forced `impl` cannot serve; the message says why.
+
+    Example:
+        >>> query, key, value = torch.randn(1, 8, 5, 16), torch.randn(1, 2, 7, 16), torch.randn(1, 2, 7, 16)
+        >>> attention(query, key, value, causal=True).shape
+        torch.Size([1, 8, 5, 16])
+    """
+    problem = build_problem(
+        query, key, value, causal=causal, window=window, mask=mask, bias=bias, alibi_slopes=alibi_slopes,
+        key_lengths=key_lengths, query_mask=query_mask, document_ids=document_ids, query_start=query_start,
+        scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p, dropout_seed=dropout_seed,
+    )  # fmt: skip
+    return _IMPLEMENTATIONS[choose(problem, None, impl)](problem, None).output
+
+
+def observe(
+    query: Tensor, key: Tensor, value: Tensor, *, statistics: Statistics | None = None, impl: str = "auto", **options
+) -> Observation:
+    """Attention and what its heads did: the output of `attention` and the statistics asked.
+
+    Args:
+        statistics: what to observe, by default every row statistic (`statistics.TABLE` defines them).
+        options: the keyword arguments of `attention`.
+
+    Returns:
+        .output, .statistics and each statistic as an attribute. entropy, lse, max_logit (to its argmax key),
+        class_mass and sink_mass carry gradients, the others are detached.
+
+    Example:
+        >>> query, key, value = torch.randn(1, 8, 5, 16), torch.randn(1, 2, 7, 16), torch.randn(1, 2, 7, 16)
+        >>> observe(query, key, value, causal=True).entropy.shape
+        torch.Size([1, 8, 5])
+    """
+    problem = build_problem(query, key, value, **options)
+    statistics = Statistics() if statistics is None else statistics
+    statistics.check({"B": problem.B, "L": problem.L, "S": problem.S})
+    return _IMPLEMENTATIONS[choose(problem, statistics, impl)](problem, statistics)
+
+
+def explain(
+    query: Tensor, key: Tensor, value: Tensor, *, statistics: Statistics | None = None, impl: str = "auto", **options
+) -> str:
+    """Tell which path `attention` (or `observe`, given statistics) would take and why, its memory and its FLOPs."""
+    problem = build_problem(query, key, value, **options)
+    path = choose(problem, statistics, impl)
+    reason = why_not_native(problem, statistics)
+    p = problem
+    cells = int(p.visibility.counts().expand(p.B, p.H, p.L).sum()) if p.B * p.H else 0
+    flops = 2 * cells * (p.D + p.E)
+    size = p.query.element_size()
+    outputs = p.B * p.H * p.L * p.E * size
+    kind = "MHA" if p.G == p.H else "MQA" if p.G == 1 else "GQA"
+    lines = [
+        f"path: {path}" + (" (forced)" if impl != "auto" else ""),
+        "native: " + ("can serve this" if reason is None else f"no, {reason}"),
+        f"problem: {kind}, B={p.B} H={p.H} G={p.G} L={p.L} S={p.S} D={p.D} E={p.E}, {p.query.dtype}, {p.query.device}",
+        f"visible cells: {cells:,} of {p.B * p.H * p.L * p.S:,}",
+        f"work: {flops:,} FLOPs, 2 * visible cells * (D + E)",
+    ]
+    if path == "tiled":
+        rows, keys = tiled.block_sizes(p)
+        lines.append(f"tile: {rows} queries x {keys} keys, {tiled.working_bytes(p):,} bytes of work space")
+    if path == "reference":
+        lines.append(f"memory: {p.B * p.H * p.L * p.S * 8:,} bytes and more: L x S, for tests only")
+    else:
+        lines.append(f"output: {outputs:,} bytes; memory grows as L + S")
+    return "\n".join(lines)
+
+
+def choose(problem: Problem, statistics: Statistics | None, impl: str = "auto") -> str:
+    """The path that serves a problem: "native" where it can, else "tiled"; "reference" only when asked.
+
+    Raises:
+        ValueError: `impl` is unknown, or forced and cannot serve.
+    """
+    if impl == "auto":
+        return "native" if why_not_native(problem, statistics) is None else "tiled"
+    if impl not in _IMPLEMENTATIONS:
+        raise ValueError(f"impl: expected 'auto', 'native', 'tiled' or 'reference', got {impl!r}")
+    if impl == "native" and (reason := why_not_native(problem, statistics)) is not None:
+        raise ValueError(f"impl: 'native' cannot serve this call: {reason}")
+    return impl
+
+
+def why_not_native(problem: Problem, statistics: Statistics | None) -> str | None:
+    """Why the compiled core cannot serve a call, or None when it can."""
+    if problem.needs_gradients:
+        return "an input needs gradients, and the compiled core has no backward yet"
+    return native.can_use(problem, statistics)
+
+
+def build_problem(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = False,
+    window: Window | None = None,
+    mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_lengths: Tensor | Sequence[int] | None = None,
+    query_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    query_start: int | Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
+) -> Problem:
+    """Check the arguments of `attention` and put them together; nothing is copied or expanded.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was expected and what came.
+    """
+    sizes: dict[str, int] = {}
+    check_shape("query", query, "BHLD", sizes)
+    check_shape("key", key, "BGSD", sizes)
+    check_shape("value", value, "BGSE", sizes)
+    B, H, L, S = sizes["B"], sizes["H"], sizes["L"], sizes["S"]
+    device = query.device
+    _check_kinds(query, key, value, sizes)
+
+    if mask is not None:
+        if mask.dtype is not torch.bool:
+            raise TypeError(f"mask: expected bool, True = may attend, got {mask.dtype}; scores are added with bias=")
+        mask = check_broadcast("mask", mask, "BHLS", sizes)
+    if bias is not None:
+        if not bias.dtype.is_floating_point:
+            raise TypeError(f"bias: expected floats, got {bias.dtype}; what may be attended is said with mask=")
+        bias = check_broadcast("bias", bias, "BHLS", sizes)
+    if alibi_slopes is not None:
+        _check_floats("alibi_slopes", alibi_slopes, sizes)
+    if sinks is not None:
+        _check_floats("sinks", sinks, sizes)
+    if query_mask is not None:
+        check_shape("query_mask", query_mask, "BL", sizes)
+        if query_mask.dtype is not torch.bool:
+            raise TypeError(f"query_mask: expected bool, False = padding, got {query_mask.dtype}")
+    if document_ids is not None:
+        check_shape("document_ids", document_ids, "BS", sizes)
+        check_integers("document_ids", document_ids)
+    lengths = None if key_lengths is None else _check_lengths(key_lengths, device, sizes)
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap: expected a positive number, got {softcap}")
+    if dropout_p:
+        if not 0 <= dropout_p <= 1:
+            raise ValueError(f"dropout_p: expected a share from 0 to 1, got {dropout_p}")
+        if dropout_seed is None:
+            dropout_seed = int(torch.randint(0, 2**63 - 1, ()))
+    visibility = Visibility(
+        B,
+        H,
+        L,
+        S,
+        _check_start(query_start, lengths, device, sizes),
+        bool(causal),
+        _OPEN if window is None else _check_window(window),
+        lengths,
+        mask,
+        document_ids,
+        query_mask,
+        device,
+    )
+    for name, tensor in (
+        ("mask", mask),
+        ("bias", bias),
+        ("alibi_slopes", alibi_slopes),
+        ("sinks", sinks),
+        ("query_mask", query_mask),
+        ("document_ids", document_ids),
+    ):
+        if tensor is not None and tensor.device != device:
+            raise ValueError(f"{name}: expected a tensor on {device}, as query is, got one on {tensor.device}")
+    if scale is None:
+        scale = 1 / math.sqrt(sizes["D"]) if sizes["D"] else 1.0
+    return Problem(
+        query, key, value, visibility, scale, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed
+    )
+
+
+def _check_kinds(query: Tensor, key: Tensor, value: Tensor, sizes: dict[str, int]) -> None:
+    H, G = sizes["H"], sizes["G"]
+    if (H % G if G else H) != 0:
+        raise ValueError(f"key: expected a number of heads G that divides the H={H} heads of query, got G={G}")
+    dtype = query.dtype
+    if not dtype.is_floating_point:
+        raise TypeError(f"query: expected floats, got {dtype}")
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype is not dtype:
+            raise TypeError(f"{name}: expected {dtype}, as query is, got {tensor.dtype}")
+        if tensor.device != query.device:
+            raise ValueError(f"{name}: expected a tensor on {query.device}, as query is, got one on {tensor.device}")
+
+
+def _check_floats(name: str, tensor: Tensor, sizes: dict[str, int]) -> None:
+    check_shape(name, tensor, "H", sizes)
+    if not tensor.dtype.is_floating_point:
+        raise TypeError(f"{name}: expected floats, got {tensor.dtype}")
+
+
+def _check_window(window: Window) -> Window:
+    if not isinstance(window, tuple | list) or len(window) != 2:
+        raise ValueError(f"window: expected (left, right), got {window!r}")
+    for side in window:
+        if side is not None and (not isinstance(side, int) or side < 0):
+            raise ValueError(f"window: expected sides of 0 or more, None for an open side, got {tuple(window)}")
+    return (window[0], window[1])
+
+
+def _check_lengths(lengths: Tensor | Sequence[int], device: torch.device, sizes: dict[str, int]) -> Tensor:
+    tensor = torch.as_tensor(lengths, device=device)
+    check_shape("key_lengths", tensor, "B", sizes)
+    if tensor.numel():
+        check_integers("key_lengths", tensor)
+    # Only on a CPU: elsewhere a look at the values would stop the device.
+    if device.type == "cpu" and ((tensor < 0) | (tensor > sizes["S"])).any():
+        raise ValueError(f"key_lengths: expected lengths from 0 to S={sizes['S']}, got {tensor.tolist()}")
+    return tensor.to(torch.int64)
+
+
+def _check_start(
+    start: int | Tensor | None, lengths: Tensor | None, device: torch.device, sizes: dict[str, int]
+) -> int | Tensor:
+    if isinstance(start, Tensor):
+        if start.ndim == 0:
+            return int(start)
+        check_shape("query_start", start, "B", sizes)
+        check_integers("query_start", start)
+        return start.to(device, torch.int64)
+    if start is not None:
+        if not isinstance(start, int):
+            raise TypeError(f"query_start: expected an int or a tensor (B,), got {start!r}")
+        return start
+    if lengths is not None:
+        return (lengths - sizes["L"]).clamp(min=0)
+    return sizes["S"] - sizes["L"]

@@ -1,0 +1,202 @@
+"""What can be observed: the table of statistics, the request and the result."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .axes import check_integers, check_shape
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """One row of the table.
+
+    Args:
+        axes: layout of the tensor, in the letters of `axes.LETTERS`; k and N count what was asked.
+        meaning: one line; A are a row's weights on its visible keys before dropout, s its scores, p its position.
+        without_keys: the value in a row that sees no key.
+        carries_gradient: whether autograd passes through it.
+    """
+
+    name: str
+    axes: str
+    meaning: str
+    without_keys: float
+    carries_gradient: bool = False
+
+
+_NAN, _INF = float("nan"), float("inf")
+
+TABLE: dict[str, Statistic] = {
+    row.name: row
+    for row in (
+        Statistic("lse", "BHL", "log of the sum of exp(s), the sink's logit included", -_INF, True),
+        Statistic("max_logit", "BHL", "the largest s", -_INF, True),
+        Statistic("max_weight", "BHL", "the largest A", 0),
+        Statistic("argmax", "BHL", "the key that has the largest s, the lowest of equals", -1),
+        Statistic("entropy", "BHL", "-sum of A log A, in nats", 0, True),
+        Statistic("evenness", "BHL", "entropy over log(visible keys), NaN under two keys", _NAN),
+        Statistic("effective_keys", "BHL", "1 over the sum of A^2", 0),
+        Statistic("key_mean", "BHL", "mean of the attended position j", _NAN),
+        Statistic("key_variance", "BHL", "variance of the attended position j", _NAN),
+        Statistic("class_mass", "BHLC", "weight on the keys of each class", 0, True),
+        Statistic("offset_mass", "BHLk", "weight at the key j = p + offset, for each offset", 0),
+        Statistic("pair_mass", "BHLN", "weight on a listed set of keys a row, for each list", 0),
+        Statistic("sink_mass", "BHL", "weight that the sink took; there when the problem has sinks", 1, True),
+    )
+}
+
+ROW_STATISTICS = (
+    "lse",
+    "max_logit",
+    "max_weight",
+    "argmax",
+    "entropy",
+    "evenness",
+    "effective_keys",
+    "key_mean",
+    "key_variance",
+)
+_NEEDS = {"class_mass": "classes", "offset_mass": "offsets", "pair_mass": "pairs"}
+
+
+@dataclass(frozen=True, init=False, eq=False)
+class Statistics:
+    """Which statistics to observe.
+
+    Args:
+        names: names of row statistics; none means every one. `lse` comes always.
+        classes: integers (S,) or (B, S), the class of each key, -1 = in no class; gives `class_mass`.
+        n_classes: C, by default one more than the highest class.
+        offsets: integers k; gives `offset_mass`, the weight at j = p + k.
+        pairs: integers (L, K) or (B, L, K), one tensor a list: the set of keys a row, -1 = none; gives `pair_mass`.
+
+    Raises:
+        ValueError: an unknown name, or a name whose argument is missing.
+
+    Example:
+        >>> Statistics("entropy", "argmax", offsets=(-1,)).asked
+        ('lse', 'argmax', 'entropy', 'offset_mass')
+    """
+
+    names: tuple[str, ...]
+    classes: Tensor | None
+    n_classes: int
+    offsets: tuple[int, ...]
+    pairs: tuple[Tensor, ...] = field(repr=False)
+
+    def __init__(
+        self,
+        *names: str,
+        classes: Tensor | Sequence[int] | None = None,
+        n_classes: int | None = None,
+        offsets: Iterable[int] = (),
+        pairs: Sequence[Tensor] = (),
+    ) -> None:
+        offsets = tuple(int(k) for k in offsets)
+        given = {"classes": classes is not None, "offsets": bool(offsets), "pairs": len(pairs) > 0}
+        for name in names:
+            if name in _NEEDS and not given[_NEEDS[name]]:
+                raise ValueError(f"statistics: {name!r} needs the argument {_NEEDS[name]}=")
+            if name not in _NEEDS and name not in ROW_STATISTICS:
+                known = ", ".join((*ROW_STATISTICS, *_NEEDS))
+                raise ValueError(f"statistics: unknown name {name!r}; known are {known}")
+        if isinstance(pairs, Tensor):
+            raise TypeError("pairs: expected a sequence of tensors, one a list, got one tensor; write [pairs]")
+        rows = {"lse", *names} if names else set(ROW_STATISTICS)
+        put = object.__setattr__
+        put(self, "names", tuple(name for name in ROW_STATISTICS if name in rows))
+        put(self, "classes", None if classes is None else _integers("classes", classes))
+        put(self, "n_classes", _number_of_classes(self.classes, n_classes))
+        put(self, "offsets", offsets)
+        put(self, "pairs", tuple(_integers("pairs", keys) for keys in pairs))
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Every name that the observation will have, in the order of the table."""
+        extra = (("class_mass", self.classes is not None), ("offset_mass", self.offsets), ("pair_mass", self.pairs))
+        return self.names + tuple(name for name, there in extra if there)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.asked
+
+    def check(self, sizes: dict[str, int]) -> None:
+        """Check classes and pairs against a problem's sizes B, L, S.
+
+        Raises:
+            ValueError: a shape does not fit.
+        """
+        if self.classes is not None:
+            check_shape("classes", self.classes, "S" if self.classes.ndim == 1 else "BS", sizes)
+        for n, keys in enumerate(self.pairs):
+            check_shape(f"pairs[{n}]", keys, "LK" if keys.ndim == 2 else "BLK", {x: sizes[x] for x in "BL"})
+
+    def class_columns(self, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """The classes as columns of a value: one-hot (B|1, S, C), or None."""
+        if self.classes is None:
+            return None
+        classes = self.classes.to(device)
+        classes = classes[None] if classes.ndim == 1 else classes
+        return (classes[:, :, None] == torch.arange(self.n_classes, device=device)).to(dtype)
+
+    def pair_keys(self, device: torch.device) -> list[Tensor]:
+        """Each list of keys as sets (B|1, L, K): a key named twice in a row counts once, -1 = no key."""
+        return [_as_sets(keys.to(device) if keys.ndim == 3 else keys.to(device)[None]) for keys in self.pairs]
+
+
+def _as_sets(keys: Tensor) -> Tensor:
+    keys = keys.sort(-1).values
+    twice = torch.zeros_like(keys, dtype=torch.bool)
+    twice[..., 1:] = keys[..., 1:] == keys[..., :-1]
+    return keys.masked_fill(twice, -1)
+
+
+def _integers(name: str, values: Tensor | Sequence[int]) -> Tensor:
+    tensor = torch.as_tensor(values)
+    if tensor.numel():
+        check_integers(name, tensor)
+    return tensor.to(torch.int64)
+
+
+def _number_of_classes(classes: Tensor | None, n_classes: int | None) -> int:
+    if classes is None:
+        if n_classes is not None:
+            raise ValueError("statistics: n_classes= needs the argument classes=")
+        return 0
+    highest = int(classes.max()) + 1 if classes.numel() else 0
+    if n_classes is not None and n_classes < highest:
+        raise ValueError(f"n_classes: expected at least {highest}, the highest class is {highest - 1}; got {n_classes}")
+    return highest if n_classes is None else n_classes
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """What an attention call gave: the output (B, H, L, E), and each statistic asked, also as an attribute."""
+
+    output: Tensor
+    statistics: dict[str, Tensor] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> Tensor:
+        if name.startswith("__") or name == "statistics":
+            raise AttributeError(name)
+        try:
+            return self.statistics[name]
+        except KeyError:
+            there = ", ".join(self.statistics) or "none"
+            raise AttributeError(f"no statistic {name!r} was observed here; there are: {there}") from None
+
+
+def finish(statistics: dict[str, Tensor], query_mask: Tensor | None) -> dict[str, Tensor]:
+    """Detach what carries no gradient, and take rows that are padding out: NaN, or -1 for argmax."""
+    done = {}
+    for name, value in statistics.items():
+        value = value if TABLE[name].carries_gradient else value.detach()
+        if query_mask is not None:
+            keep = query_mask[:, None, :, None] if value.ndim == 4 else query_mask[:, None]
+            value = torch.where(keep, value, -1 if name == "argmax" else _NAN)
+        done[name] = value
+    return done
