@@ -20,7 +20,7 @@ try:
 except ImportError as error:
     raise SystemExit(f"multihead: this needs {error.name}: pip install 'multihead[look]'") from error
 
-from multihead.interrupt import EXIT_CODE, ending_at_once
+from multihead.interrupt import ending_at_once, unwinding
 from multihead.show.tokens import visible
 
 if TYPE_CHECKING:
@@ -60,8 +60,10 @@ def multihead(
     """Multi-head attention that you can see through."""
 
 
-@app.command(epilog="Exit codes: 0 done, 2 input that cannot be used (one line says why), 130 Ctrl-C.")
-def look(
+@app.command(
+    "look", epilog="Exit codes: 0 done, 2 input that cannot be used (one line says why), 130 Ctrl-C."
+)
+def look_command(
     model: Annotated[
         str,
         typer.Argument(
@@ -88,38 +90,32 @@ def look(
         _check_writable(path)
     if len({path.resolve() for path in outputs}) < len(outputs):
         _refuse("two outputs have the same path")
-    try:
-        with _progress() as tell:
-            report = _look(model, reading, chosen_layers, chosen_heads, max_tokens, tell)
-            tell("writing", None)
-            if json is not None:
-                report.to_json(json)
-            if csv is not None:
-                report.to_csv(csv)
-            report.to_html(html)
-    except KeyboardInterrupt:
-        raise typer.Exit(EXIT_CODE) from None
-    _print(report, outputs)
-
-
-def _look(
-    model: str,
-    text: str | None,
-    layers: list[int] | None,
-    heads: list[str] | None,
-    max_tokens: int | None,
-    tell: Callable[[str, float | None], None],
-) -> HeadReport:
-    tell("loading PyTorch and transformers", None)
-    try:
+    with _progress() as tell:
+        tell("loading PyTorch", None)
         from multihead.heads.errors import ModelError
         from multihead.heads.report import ReportError, look
 
-        return look(model, text, layers=layers, heads=heads, max_tokens=max_tokens, progress=tell)
-    except ModuleNotFoundError as error:
-        _refuse(f"looking at models needs {error.name}: pip install 'multihead[look]'")
-    except (ModelError, ReportError) as error:
-        _refuse(str(error))
+        try:
+            with unwinding():
+                report = look(
+                    model,
+                    reading,
+                    layers=chosen_layers,
+                    heads=chosen_heads,
+                    max_tokens=max_tokens,
+                    progress=tell,
+                )
+                tell("writing", None)
+                if json is not None:
+                    report.to_json(json)
+                if csv is not None:
+                    report.to_csv(csv)
+                report.to_html(html)
+        except ModuleNotFoundError as error:
+            _refuse(f"this needs {error.name}: pip install 'multihead[look]'")
+        except (ModelError, ReportError) as error:
+            _refuse(str(error))
+    _print(report, outputs)
 
 
 def _print(report: HeadReport, outputs: list[Path]) -> None:

@@ -13,12 +13,14 @@ export const heads = data.layers.flatMap((layer, row) =>
 
 export const views = data.views.map((view) => {
   const cells = view.edges.length - 1;
+  // Tokens that bring their own spaces are set side by side, others get one between.
+  const glue = view.tokens.some((token) => token.startsWith(" ")) ? "" : " ";
   let numbers = null;
   return {
     ...view,
     cells,
     exact: view.edges.at(-1) === cells && view.type === "float32",
-    label: (cell) => view.tokens.slice(view.edges[cell], view.edges[cell + 1]).map((token) => token.trim()).join(" "),
+    label: (cell) => view.tokens.slice(view.edges[cell], view.edges[cell + 1]).join(glue).trim(),
     map(head) {
       numbers ??= decode(view);
       const map = numbers.subarray(head * cells * cells, (head + 1) * cells * cells);

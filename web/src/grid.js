@@ -26,7 +26,7 @@ export function drawGrid(node, choose) {
 
   function layout(width) {
     const { heads: rows } = data.model;
-    const size = Math.max(13, Math.min(32, Math.floor((width - LEFT - 2) / data.layers.length)));
+    const size = Math.max(13, Math.min(36, Math.floor((width - LEFT - 2) / data.layers.length)));
     const x = scaleBand(data.layers, [LEFT, LEFT + size * data.layers.length]);
     const y = scaleBand(Array.from({ length: rows }, (_, head) => head), [TOP, TOP + size * rows]);
     svg.attr("width", LEFT + size * data.layers.length + 2).attr("height", TOP + size * rows + 2);

@@ -5,7 +5,8 @@ import { scaleLinear } from "d3-scale";
 import { pointer, select } from "d3-selection";
 import { zoom, zoomIdentity } from "d3-zoom";
 
-const MARGIN = 88;
+const MARGIN = 84;
+const RIGHT = 30; // where the last slanted label ends
 const RAMPS = {
   light: ["#f3f5fb", "#b9cbf2", "#6b8fe0", "#2b51b8", "#0c1b4d"],
   dark: ["#171b28", "#274078", "#247fa8", "#4fc3a9", "#f4f1b0"],
@@ -74,10 +75,10 @@ export function drawMap(node, scaleNode, read) {
 
   function layout(reset = false) {
     if (!view) return;
-    size = Math.max(120, Math.min(node.clientWidth - MARGIN - 8, 620));
+    size = Math.max(120, Math.min(node.clientWidth - MARGIN - RIGHT, 620));
     const ratio = devicePixelRatio;
     frame.style("height", `${size + MARGIN + 8}px`);
-    svg.attr("width", size + MARGIN + 8).attr("height", size + MARGIN + 8);
+    svg.attr("width", size + MARGIN + RIGHT).attr("height", size + MARGIN + 8);
     canvas.attr("width", size * ratio).attr("height", size * ratio);
     canvas.style("width", `${size}px`).style("height", `${size}px`).style("left", `${MARGIN}px`).style("top", `${MARGIN}px`);
     zooming.extent([[0, 0], [size, size]]).translateExtent([[0, 0], [size, size]]).scaleExtent([1, Math.max(1, view.cells / 8)]);

@@ -1,7 +1,7 @@
 """A report as one HTML file: opened from disk, nothing fetched, every text of the report shown as text.
 
-The file is a template with three holes (style, data, script). The data is JSON without `<`, `>` and `&`; larger
-arrays in it are base64 of little-endian numbers, whose type stands beside them.
+The file is a template with three holes (style, data, script). The data is JSON without `<`, `>` and `&`;
+larger arrays in it are base64 of little-endian numbers, whose type stands beside them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def content(report: Report) -> dict[str, Any]:
 
 
 def embed(data: Any) -> str:
-    """Write JSON that is safe in a script element: strict, ASCII, without the characters HTML could act on."""
+    """Write JSON that is safe in a script element: strict, ASCII, no characters that HTML could act on."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -111,7 +111,7 @@ def _statistics(report: Report) -> list[dict[str, Any]]:
 
 
 def _view(name: str, tokens: Sequence[str], weights: Any, edges: Any) -> dict[str, Any]:
-    """Return the maps (layer, H, m, m) of all heads on one text; cell c goes from edges[c] to edges[c + 1]."""
+    """Return the maps (layer, H, m, m) of all heads on a text; cell c goes from edges[c] to edges[c + 1]."""
     maps = np.asarray(weights, dtype=np.float32)
     exact = maps.size <= _EXACT_CELLS
     if not exact:  # value = (code / 254)², off by at most 0.004, 255 for what is no number

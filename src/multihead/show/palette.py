@@ -24,7 +24,7 @@ _KNOWN = {
     "previous": Mark("P", "#6ea8fe", "#1f66d0"),
     "next": Mark("N", "#4fd1e0", "#0a7f91"),
     "self": Mark("S", "#5eead4", "#0b8272"),
-    "first": Mark("F", "#b9ab8f", "#857452"),
+    "first": Mark("F", "#9c9484", "#877e6d"),
     "sink": Mark("K", "#a3a8b8", "#666d80"),
     "special": Mark("X", "#e8c268", "#976800"),
     "punctuation": Mark("U", "#f6a15b", "#b9570a"),

@@ -25,10 +25,11 @@ from .tokens import visible
 _INK = "#10131c"
 _RAMP = ((0x16, 0x1B, 0x33), (0x27, 0x40, 0x78), (0x24, 0x7F, 0xA8), (0x4F, 0xC3, 0xA9), (0xF4, 0xF1, 0xB0))
 _SHADES = ((0.75, "█"), (0.5, "▓"), (0.2, "▒"), (0.05, "░"))
+_GAP = 4  # between maps
 _LABEL = 8  # cells for a token beside or above a map
 
 
-def summary(report: Report, maps: int = 4) -> RenderableType:
+def summary(report: Report, maps: int = 6) -> RenderableType:
     """Return everything `multihead look` prints about a report, in reading order."""
     sections: list[tuple[str, RenderableType]] = [
         ("What each head does", Group(role_grid(report), Text(), legend(report))),
@@ -95,7 +96,8 @@ class RoleGrid:
         margin = len(f"head {self.n_heads}") + 1
         room = max(options.max_width - margin, 2)
         cell = 3 if 3 * len(self.layers) <= room else 2
-        band = room // cell
+        bands = max(-(-len(self.layers) // (room // cell)), 1)
+        band = max(-(-len(self.layers) // bands), 1)
         for start in range(0, len(self.layers), band):
             yield from self._band(self.layers[start : start + band], cell, margin)
 
@@ -185,13 +187,31 @@ def heads_to_draw(report: Report, count: int) -> list[tuple[int, int, str]]:
     return [(*place, title) for place, title in chosen.items()]
 
 
-def head_maps(report: Report, heads: Sequence[tuple[int, int, str]]) -> RenderableType:
+def head_maps(report: Report, heads: Sequence[tuple[int, int, str]]) -> HeadMaps:
     """Return the maps of some heads (layer, head, title) on the sentence, side by side where they fit."""
     maps = [
         HeadMap(f"{layer}.{head} {title}", report.sentence.tokens, _weights(report, layer, head))
         for layer, head, title in heads
     ]
-    return Group(Columns(maps, padding=(1, 4)), ShadeLegend())
+    return HeadMaps(maps)
+
+
+@dataclass(frozen=True)
+class HeadMaps:
+    """Maps side by side, in full rows: of those given, about four, the first ones."""
+
+    maps: Sequence[HeadMap]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = max(Measurement.get(console, options, drawn).maximum for drawn in self.maps)
+        beside = max((options.max_width + _GAP) // (width + _GAP), 1)
+        shown = self.maps[: beside * max(4 // beside, 1)]
+        for start in range(0, len(shown), beside):
+            row = Table.grid(padding=(0, _GAP, 0, 0))
+            row.add_row(*shown[start : start + beside])
+            yield row
+            yield Text()
+        yield ShadeLegend()
 
 
 @dataclass(frozen=True)
@@ -206,7 +226,7 @@ class HeadMap:
     weights: Sequence[Sequence[float]]
 
     def _layout(self, width: int) -> tuple[int, int, int]:
-        label = max((cell_len(fit(token, _LABEL)) for token in self.tokens), default=0)
+        label = max((cell_len(fit(token.strip(), _LABEL)) for token in self.tokens), default=0)
         cell = 2 if label + 1 + 2 * len(self.tokens) <= width else 1
         keys = max(min(len(self.tokens), (width - label - 1) // cell), 1)
         return label, cell, keys
@@ -223,7 +243,7 @@ class HeadMap:
         yield from _column_labels(self.tokens[first:], label + 1, cell)
         painted = console.color_system is not None and not console.no_color
         for token, row in zip(self.tokens, self.weights):
-            name = fit(token, _LABEL)
+            name = fit(token.strip(), _LABEL)
             line = Text(" " * (label - cell_len(name)) + name + " ", no_wrap=True)
             for weight in row[first:]:
                 line.append_text(shade(weight, cell, painted))
@@ -236,14 +256,15 @@ class ShadeLegend:
     """What each shade means, in the same ink as the maps."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        line = Text("Rows look at columns. Weight: ")
+        line = Text("rows look at columns, weight ", style="dim")
         painted = console.color_system is not None and not console.no_color
         if painted:
             for weight in (0.0, 0.25, 0.5, 0.75, 1.0):
                 line.append_text(shade(weight or 1e-9, 2, painted)).append(f" {weight:.2f}  ")
         else:
             for least, glyph in reversed(_SHADES):
-                line.append(f"{glyph * 2} from {least:.2f}  ")
+                line.append(f" {glyph * 2} {least:.2f}")
+            line.append(" and more")
         yield line
 
 
@@ -266,7 +287,7 @@ def link_table(report: Report, count: int = 6) -> RenderableType:
         if link["key"] == keys[0]:
             found = [weights.get((_name(link), key)) for key in keys]
             figures = ["" if weight is None else f"{weight:.2f}" for weight in found]
-            role = dict(report.main_role).get((int(link["layer"]), int(link["head"])), "")
+            role = dict(report.main_role).get((int(link["layer"]), int(link["head"])), "") or NO_ROLE
             table.add_row(Text(_name(link), style="bold"), *figures, Text(role, style="dim"))
     return table
 
@@ -297,7 +318,7 @@ def _signs(token: str) -> list[str]:
 
 def _column_labels(tokens: Sequence[str], margin: int, cell: int) -> Iterator[Text]:
     """Write tokens downwards, one above each column, standing on the map."""
-    columns = [_signs(fit(token, _LABEL)) for token in tokens]
+    columns = [_signs(fit(token.strip(), _LABEL)) for token in tokens]
     height = max((len(column) for column in columns), default=0)
     for line in range(height):
         row = " " * margin
