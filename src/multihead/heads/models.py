@@ -108,10 +108,9 @@ def facts_of(model: PreTrainedModel, name: str, source: str = "") -> ModelFacts:
     layers = _count(config, "num_hidden_layers", "decoder_layers")
     if heads is None or layers is None:
         raise ModelError(f"{name}: the config of {type(model).__name__} names no attention heads to look at")
-    if config.is_encoder_decoder:
-        layers = (_count(config, "encoder_layers") or layers) + (
-            _count(config, "decoder_layers", "num_decoder_layers") or layers
-        )
+    if model.config.is_encoder_decoder:
+        stacks = ("encoder_layers",), ("decoder_layers", "num_decoder_layers")
+        layers = sum(_count(model.config, *names) or layers for names in stacks)
     kv_heads = _count(config, "num_key_value_heads", "num_kv_heads") or heads
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         kv_heads = 1
@@ -200,6 +199,9 @@ def _load(name: str, where: str, source: str, *, local_only: bool, tell: Progres
             )
             what = "tokenizer"
             tokenizer = AutoTokenizer.from_pretrained(where, **options)
+            if len(tokenizer) <= len(tokenizer.all_special_tokens):
+                # What transformers 5 makes up where a model comes without the tokenizer's files.
+                raise ValueError("its files are not there")
     except Exception as error:
         # Loaders raise almost any type on a broken file: OSError, ValueError, SafetensorError, KeyError, ...
         if is_hub and what == "model" and isinstance(error, OSError):
