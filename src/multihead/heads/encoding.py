@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Encoded:
-    """One tokenised text; `spans` are the characters (begin, end) of each token, (0, 0) for tokens that are no text."""
+    """One tokenised text; `spans` are each token's characters (begin, end), (0, 0) for what is no text."""
 
     text: str
     tokens: Tokens
@@ -22,7 +22,7 @@ class Encoded:
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, causal: bool) -> Encoded:
     """Tokenise a text as the model wants it, special tokens included."""
-    found: Any = tokenizer(text, verbose=False, return_offsets_mapping=tokenizer.is_fast)
+    found: Any = tokenizer(text, verbose=False, return_offsets_mapping=bool(tokenizer.is_fast))
     ids = list(found["input_ids"])
     strings = [display(tokenizer, i) for i in ids]
     spans = [tuple(span) for span in found["offset_mapping"]] if tokenizer.is_fast else _search(text, strings)
@@ -57,24 +57,23 @@ def wrap(tokenizer: PreTrainedTokenizerBase, ids: list[int], causal: bool) -> To
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the tokens that are no text. A token for unknown words stands for text, unless it has other duties."""
+    """Return the tokens that are no text; the one for unknown words is text, unless it has other duties."""
     roles = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "pad_token_id", "mask_token_id")
     busy = {getattr(tokenizer, role, None) for role in roles}
     unknown = getattr(tokenizer, "unk_token_id", None)
     return {i for i in tokenizer.all_special_ids if i in busy or i != unknown}
 
 
-def vocabulary(tokenizer: PreTrainedTokenizerBase, size: int) -> list[int]:
+def vocabulary(tokenizer: Any, size: int) -> list[int]:
     """Return the ids under `size` that stand for text: no special or added tokens, no placeholders."""
     left_out = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
     names = tokenizer.convert_ids_to_tokens(list(range(min(size, len(tokenizer)))))
-    return [
-        i for i, name in enumerate(names) if name is not None and i not in left_out and not name.startswith("[unused")
-    ]
+    named = {i for i, name in enumerate(names) if name is not None and not name.startswith("[unused")}
+    return sorted(named - left_out)
 
 
 def display(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """Return what a reader would call a token: its text where it has one of its own, a leading space included."""
+    """Return what a reader would call a token: its text, a leading space included, where it has one."""
     name: Any = tokenizer.convert_ids_to_tokens(token)
     if isinstance(name, str) and name.startswith("▁"):  # SentencePiece's space, which decoding drops
         return name.replace("▁", " ")

@@ -23,7 +23,8 @@ _NO_MEAN = ("argmax",)  # a name of a key, which has no mean
 def json_text(report: HeadReport) -> str:
     """Return the report as strict JSON; what is no number is null.
 
-    `statistics` are means over the rows of the passage, [layer][head]; `sentence.weights` are [layer][head][query][key].
+    `statistics` are means over the rows of the passage, [layer][head]; `sentence.weights` are
+    [layer][head][query][key].
     """
     content = {
         "schema": SCHEMA,
@@ -82,9 +83,10 @@ def notebook_html(report: HeadReport) -> str:
             colour, letter = (mark.light, html.escape(mark.letter)) if mark else ("#ccc", "·")
             cells.append(f'<td title="{title}" style="{cell}{colour}">{letter}</td>')
         rows.append(f"<tr>{''.join(cells)}</tr>")
+    numbers = "".join(f"<th>{head}</th>" for head in range(model.n_heads))
     return (
         f"<div><p>{html.escape(line)}</p>"
-        f"<table><tr><th></th>{''.join(f'<th>{head}</th>' for head in range(model.n_heads))}</tr>{''.join(rows)}</table>"
+        f"<table><tr><th></th>{numbers}</tr>{''.join(rows)}</table>"
         f"{_clearest(report)}</div>"
     )
 
@@ -97,7 +99,9 @@ def _clearest(report: HeadReport, most: int = 3) -> str:
         for row in best[best["label"]].head(most).to_dict("records"):
             name = f"{mark_of(role).letter} {role}"
             numbers = "".join(f"<td>{row[column]:.2f}</td>" for column in ("score", "baseline", "lift"))
-            rows.append(f"<tr><td>{html.escape(name)}</td><td>{row['layer']}.{row['head']}</td>{numbers}</tr>")
+            rows.append(
+                f"<tr><td>{html.escape(name)}</td><td>{row['layer']}.{row['head']}</td>{numbers}</tr>"
+            )
     header = "".join(f"<th>{name}</th>" for name in ("role", "head", "score", "baseline", "lift"))
     return f"<table><tr>{header}</tr>{''.join(rows)}</table>"
 

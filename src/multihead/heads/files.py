@@ -14,7 +14,7 @@ def write_whole(path: str | Path, text: str) -> None:
         OSError: the place cannot be written; what was there before is left as it was.
     """
     path = Path(os.path.realpath(path))
-    if path.exists() and not path.is_file():  # a device or a pipe is written to, not replaced; a folder raises here
+    if path.exists() and not path.is_file():  # a device or a pipe is written to, a folder raises
         path.write_text(text, encoding="utf-8")
         return
     handle, beside = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)

@@ -1,8 +1,9 @@
 """Templates: which keys a head with a given habit would attend to, for every row of one tokenised text.
 
-A template turns `Tokens` into an `Expected`, and says it in the cheapest form that the core can measure: fixed
-`Offsets`, a set of `Keys` that is the same for every row, or `Pairs` that differ from row to row. `Request` packs many
-of them into one `Statistics` and takes each one's weight out of the result. Nothing here is L x S.
+A template turns `Tokens` into an `Expected`, and says it in the cheapest form that the core can measure:
+fixed `Offsets`, a set of `Keys` that is the same for every row, or `Pairs` that differ from row to row.
+`Request` packs many of them into one `Statistics` and takes each one's weight out of the result. Nothing
+here is L x S.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ NEAREST_COPIES = 64  # a longer list would only grow with the commonest words of
 class Tokens:
     """What templates may know of a text: its L tokens, each both query and key.
 
-    `ids` (L,) int64, `strings` as a reader would see them, `special` and `punctuation` (L,) bool, and whether the
-    model is `causal` (a row sees only keys up to itself).
+    `ids` (L,) int64, `strings` as a reader would see them, `special` and `punctuation` (L,) bool, and
+    whether the model is `causal` (a row sees only keys up to itself).
     """
 
     ids: Tensor
@@ -39,22 +40,12 @@ class Tokens:
 
     @classmethod
     def of(cls, ids: Iterable[int], strings: list[str], special_ids: Iterable[int], causal: bool) -> Tokens:
-        """Build the view; a token is punctuation if nothing but punctuation and symbols is left of it when stripped."""
+        """Build the view from ids and strings."""
         id_tensor = torch.as_tensor(list(ids), dtype=torch.int64)
         special_list = torch.as_tensor(sorted(special_ids), dtype=torch.int64)
         special = torch.isin(id_tensor, special_list)
         punctuation = torch.tensor([is_punctuation(s) for s in strings], dtype=torch.bool)
         return cls(id_tensor, strings, special, punctuation & ~special, causal)
-
-    def spans(self, window: tuple[int | None, int | None] = (None, None)) -> tuple[Tensor, Tensor]:
-        """Return the half-open run of keys (L,), (L,) that each row sees in a layer with this window."""
-        position = torch.arange(len(self))
-        left, right = window
-        begin = torch.zeros_like(position) if left is None else (position - left).clamp(min=0)
-        end = torch.full_like(position, len(self)) if right is None else position + right + 1
-        if self.causal:
-            end = torch.minimum(end, position + 1)
-        return begin, end.clamp(max=len(self))
 
 
 def is_punctuation(token: str) -> bool:
@@ -74,12 +65,12 @@ class Expected:
         raise NotImplementedError
 
     def rows(self, begin: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows that count (L,) bool, and each one's weight on expected keys under even attention (L,).
+        """Return the rows that count (L,) bool, and what even attention puts on expected keys there (L,).
 
         A row counts if it sees an expected key and also sees some other key.
         """
         expected, seen = self.count(begin, end), end - begin
-        return (expected > 0) & (seen > expected), expected / seen.clamp(min=1)
+        return (expected > 0) & (seen > expected), expected.double() / seen.clamp(min=1)
 
 
 @dataclass(frozen=True)
@@ -124,8 +115,8 @@ class Evenness(Expected):
 class Request:
     """Several templates of one text as a single request to the core.
 
-    Keys of class templates may overlap, classes may not: the classes asked for are the distinct combinations of
-    templates that keys belong to.
+    Keys of class templates may overlap, classes may not: the classes asked for are the distinct
+    combinations of templates that keys belong to.
     """
 
     def __init__(self, expected: Mapping[str, Expected]):
@@ -139,7 +130,7 @@ class Request:
 
     @cached_property
     def _classes(self) -> tuple[Tensor, Tensor]:
-        """The class (S,) of each key, -1 for none, and which class templates hold each class (C, templates) bool."""
+        """The class (S,) of each key, -1 for none, and which templates hold each class (C, templates)."""
         member = torch.stack([self.expected[name].mask for name in self._keys], dim=-1)  # type: ignore[attr-defined]
         groups, index = torch.unique(member, dim=0, return_inverse=True)
         held = groups.any(-1)
@@ -147,7 +138,7 @@ class Request:
         return renumbered[index], groups[held]
 
     def statistics(self, *rows: str) -> Statistics:
-        """Return the request to the core, with these row statistics beside what the templates need (none = all)."""
+        """Return the request to the core, with these row statistics beside (none = all)."""
         classes, n_classes = None, None
         if self._keys and len(self._classes[1]):
             classes, n_classes = self._classes[0], len(self._classes[1])
@@ -219,8 +210,10 @@ def special(tokens: Tokens) -> Expected:
 
 
 def punctuation(tokens: Tokens) -> Expected:
-    """Tokens of punctuation and symbols."""
-    return Keys(tokens.punctuation)
+    """Tokens of punctuation and symbols; not the first token, which draws weight whatever it is."""
+    mask = tokens.punctuation.clone()
+    mask[:1] = False
+    return Keys(mask)
 
 
 def same_token(tokens: Tokens) -> Expected:
@@ -232,8 +225,8 @@ def same_token(tokens: Tokens) -> Expected:
 def induction(tokens: Tokens) -> Expected:
     """The token after an earlier copy of this one, for the nearest 64 copies.
 
-    Earlier is meant in both kinds of model. In "the the" the token after the earlier copy is the row itself; that
-    is not counted.
+    Earlier is meant in both kinds of model. In "the the" the token after the earlier copy is the row
+    itself; that is not counted.
     """
     earlier = copies(tokens.ids, back=True)
     after = torch.where(earlier >= 0, earlier + 1, -1)
@@ -247,7 +240,7 @@ def broad(tokens: Tokens) -> Expected:
 
 
 def copies(ids: Tensor, back: bool, most: int = NEAREST_COPIES) -> Tensor:
-    """Return the positions (L, K) of the nearest copies of each token before it (`back`) or after it, -1 = no more.
+    """Return where the nearest copies of each token before (`back`) or after it are: (L, K), -1 = no more.
 
     K is the most that any row has, at most `most` and at least 1.
     """

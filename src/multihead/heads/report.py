@@ -1,23 +1,25 @@
-"""Look at a model: what every one of its heads does, measured while it reads a passage, a sentence and random tokens."""
+"""Look at a model: what each head does, measured while it reads a passage, a sentence and random tokens."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from multihead.core.statistics import ROW_STATISTICS
 from multihead.heads import export
 from multihead.heads.encoding import Encoded, cut, encode
 from multihead.heads.files import write_whole
 from multihead.heads.models import ModelFacts, OpenModel, facts_of, open_model
-from multihead.heads.roles import REPEATED, TEXT, main_roles, score
+from multihead.heads.roles import main_roles, score
 from multihead.heads.running import Runner
 from multihead.heads.sentence import Sentence, resolve
 
@@ -46,10 +48,10 @@ class HeadReport:
         roles: a table with a row a (layer, head, role): layer, head, role, score, baseline, lift, label.
         statistics: each row statistic on the passage, (layer, H, L), the layers in the order of `layers`.
         sentence: a short text with the exact weights (layer, H, L, L) of all heads.
-        passage_map: the largest weight in each of m x m cells of the passage, (layer, H, m, m); cell c goes from token
-            passage_edges[c] to passage_edges[c + 1]. None if it was left out, which `notes` then says.
-        links: how strongly each head leads from "it" to "cat" in the sentence, then from "it" to "mat", strongest first:
-            layer, head, query, key, weight.
+        passage_map: the largest weight in each of m x m cells of the passage, (layer, H, m, m); cell c goes
+            from token passage_edges[c] to passage_edges[c + 1].
+        links: how strongly each head leads from "it" to "cat" in the sentence, then from "it" to "mat",
+            strongest first: layer, head, query, key, weight.
         seconds, peak_memory: what the look took, and the most memory (bytes) that this process has had.
         notes: what a reader should know, such as that the text was cut.
     """
@@ -62,7 +64,7 @@ class HeadReport:
     roles: DataFrame
     statistics: Mapping[str, Tensor]
     sentence: Sentence
-    passage_map: Tensor | None
+    passage_map: Tensor
     passage_edges: list[int]
     links: DataFrame
     seconds: float
@@ -72,12 +74,12 @@ class HeadReport:
     @cached_property
     def main_role(self) -> dict[tuple[int, int], str]:
         """The one role that names each (layer, head), "" where none does."""
-        asked = [tuple(map(int, name.split("."))) for name in self.heads]
-        return {(layer, head): "" for layer, head in sorted(asked)} | main_roles(self.roles)
+        asked = sorted((int(layer), int(head)) for layer, head in (name.split(".") for name in self.heads))
+        return dict.fromkeys(asked, "") | main_roles(self.roles)
 
     def best(self, role: str) -> DataFrame:
         """Return the rows of one role, the highest lift first."""
-        rows = self.roles[self.roles["role"] == role]
+        rows = self.roles.loc[self.roles["role"] == role]
         return rows.sort_values("lift", ascending=False, kind="stable", ignore_index=True)
 
     def to_json(self, path: str | Path) -> None:
@@ -117,8 +119,8 @@ def look(
     """Find out what every head of a model does.
 
     Args:
-        model: what `open_model` opens (an alias, a folder, a GGUF file, a hub name), or a Hugging Face model, which
-            then needs its `tokenizer`.
+        model: what `open_model` opens (an alias, a folder, a GGUF file, a hub name), or a Hugging Face
+            model, which then needs its `tokenizer`.
         text: what to read; None is a passage that comes with the library.
         layers, heads: whole layers (5) and single heads ("18.6") to report on, together; None is everything.
         max_tokens: cut the text to this many tokens.
@@ -126,20 +128,24 @@ def look(
 
     Raises:
         ModelError: the model cannot be opened.
-        ReportError: the text is empty or longer than the model's positions, or a layer or head does not exist.
+        ReportError: the text is empty or longer than the model's positions, or a layer or head does not
+        exist.
     """
     started = time.perf_counter()
     tell = progress or (lambda stage, fraction: None)
-    if text is not None and not text.strip():
-        raise ReportError("the text is empty")
+    _check_text(text)
     opened = _open(model, tokenizer, tell)
     facts = opened.facts
+    if opened.model.config.is_encoder_decoder:
+        raise ReportError(
+            f"{facts.name} is an encoder-decoder: look cannot report on it, multihead.watch can watch it"
+        )
     chosen_layers, chosen_heads = _select(facts, layers, heads)
     notes: list[str] = []
     passage = _encode(opened, text, max_tokens, notes)
 
     runner = Runner(opened, chosen_layers, tell)
-    reading, passage_map, edges = runner.passage(passage, notes)
+    reading, passage_map, edges = runner.passage(passage)
     repeated = runner.repeated(REPEATED_TOKENS)
     sentence = runner.sentence(SENTENCE)
     roles = score([reading] if repeated is None else [reading, repeated], chosen_layers)
@@ -150,8 +156,8 @@ def look(
         tokens=passage.tokens.strings,
         layers=chosen_layers,
         heads=chosen_heads,
-        roles=roles[named.isin(chosen_heads)].reset_index(drop=True),
-        statistics=runner.row_statistics(reading),
+        roles=roles.loc[named.isin(list(chosen_heads))].reset_index(drop=True),
+        statistics={name: torch.stack(list(reading.statistics[name])) for name in ROW_STATISTICS},
         sentence=sentence,
         passage_map=passage_map,
         passage_edges=edges,
@@ -172,13 +178,28 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _open(model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, tell: Progress) -> OpenModel:
+def _open(
+    model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, tell: Progress
+) -> OpenModel:
     if isinstance(model, str):
         opened = open_model(model, tell)
         return opened if tokenizer is None else OpenModel(opened.model, tokenizer, opened.facts)
     if tokenizer is None:
-        raise ReportError("a model that is given as an object needs its tokenizer: look(model, text, tokenizer=...)")
+        raise ReportError(
+            "a model that is given as an object needs its tokenizer: look(model, text, tokenizer=...)"
+        )
     return OpenModel(model, tokenizer, facts_of(model, model.name_or_path or type(model).__name__))
+
+
+def _check_text(text: str | None) -> None:
+    if text is None:
+        return
+    if not text.strip():
+        raise ReportError("the text is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ReportError("the text is not valid Unicode") from error
 
 
 def _select(
@@ -226,7 +247,7 @@ def _encode(opened: OpenModel, text: str | None, max_tokens: int | None, notes: 
         raise ReportError("the text is empty: the tokenizer makes no token of it")
     if limit is not None and length > limit:
         raise ReportError(
-            f"the text has {length} tokens and {facts.name} has {limit} positions; cut it with --max-tokens {limit}"
+            f"the text has {length} tokens, {facts.name} has {limit} positions; --max-tokens {limit} cuts it"
         )
     if length < len(whole.tokens):
         notes.append(f"the text was cut to {length} of its {len(whole.tokens)} tokens")

@@ -1,12 +1,14 @@
 """The table of roles: what each expects of a head, and how a head's weights are scored against it.
 
-Score = the weight on all expected keys, averaged over the rows that see one and that also see some other key, then over
-texts, each text equal. Baseline = what even attention over the visible keys would give there.
-Lift = (score - baseline) / (1 - baseline): 0 is no better than even attention, 1 is all the weight in every such row.
+Score = the weight on all expected keys, averaged over the rows that see one and that also see some other
+key, then over texts, each text equal. Baseline = what even attention over the visible keys would give
+there. Lift = (score - baseline) / (1 - baseline): 0 is no better than even attention, 1 is all the weight
+in every such row.
 
 A new role is one more row:
 
-    ROLES["three back"] = Role("three back", "attends three tokens back", offset(3), min_score=0.4, min_lift=0.35)
+    ROLES["three back"] = Role("three back", "attends three tokens back", offset(3), min_score=0.4,
+    min_lift=0.35)
 """
 
 from __future__ import annotations
@@ -32,9 +34,10 @@ TEXT, REPEATED = "text", "random tokens said twice"
 class Role:
     """One row of the table: a habit that a head may have.
 
-    `template` says which keys it expects, `on` which kind of text it is measured on. A head gets the label if its score and
-    lift both reach the thresholds. `general` roles name a head only when no other does: a head that looks one back is
-    also `local`, and nearly every head of a decoder rests on the first token where its own habit finds nothing to do.
+    `template` says which keys it expects, `on` which kind of text it is measured on. A head gets the label
+    if its score and lift both reach the thresholds. `general` roles name a head only when no other does: a
+    head that looks one back is also `local`, and nearly every head of a decoder rests on the first token
+    where its own habit finds nothing to do.
     """
 
     name: str
@@ -65,8 +68,18 @@ ROLES: dict[str, Role] = _table(
         Role(f"offset({k})", f"attends {k} tokens back", patterns.offset(k), 0.3, 0.25, VOITA)
         for k in range(2, 9)
     ),
-    Role("first", "rests on the first token (the attention sink)", patterns.first, 0.4, 0.35, XIAO, general=True),
-    Role("special", "rests on CLS, SEP, BOS and their like", patterns.special, 0.3, 0.25, CLARK, general=True),
+    Role(
+        "first",
+        "rests on the first token (the attention sink)",
+        patterns.first,
+        0.4,
+        0.35,
+        XIAO,
+        general=True,
+    ),
+    Role(
+        "special", "rests on CLS, SEP, BOS and their like", patterns.special, 0.3, 0.25, CLARK, general=True
+    ),
     Role("punctuation", "attends to punctuation and symbols", patterns.punctuation, 0.4, 0.2, CLARK),
     Role("same token", "attends to other copies of this token", patterns.same_token, 0.25, 0.2, OLSSON),
     Role("induction", "attends to what followed this token before", patterns.induction, 0.25, 0.2, OLSSON),
@@ -93,13 +106,13 @@ def mark_of(role: str) -> Mark:
 class Reading:
     """One text as the watched layers saw it.
 
-    `statistics[name]` has one tensor (H, L, ...) a layer, from `request`; `windows` has each layer's (left, right).
+    `statistics[name]` has a tensor (H, L, ...) a layer, of `request`; `spans` has for each layer the
+    half-open run of keys (L,), (L,) that each row sees there.
     """
 
-    tokens: Tokens
     request: Request
     statistics: Mapping[str, Sequence[Tensor]]
-    windows: Sequence[tuple[int | None, int | None]]
+    spans: Sequence[tuple[Tensor, Tensor]]
 
 
 def expect(tokens: Tokens, on: str = TEXT, roles: Mapping[str, Role] | None = None) -> Request:
@@ -108,11 +121,13 @@ def expect(tokens: Tokens, on: str = TEXT, roles: Mapping[str, Role] | None = No
     return Request({name: role.template(tokens) for name, role in roles.items() if role.on == on})
 
 
-def score(readings: Sequence[Reading], layers: Sequence[int], roles: Mapping[str, Role] | None = None) -> DataFrame:
+def score(
+    readings: Sequence[Reading], layers: Sequence[int], roles: Mapping[str, Role] | None = None
+) -> DataFrame:
     """Return a table with a row a (layer, head, role): score, baseline, lift, label.
 
-    `layers` numbers the layers that the readings hold. A role whose keys no row sees (`next` in a causal model, `special`
-    where there are none) has no rows in the table.
+    `layers` numbers the layers that the readings hold. A role whose keys no row sees (`next` in a causal
+    model, `special` where there are none) has no rows in the table.
     """
     import pandas
 
@@ -120,7 +135,8 @@ def score(readings: Sequence[Reading], layers: Sequence[int], roles: Mapping[str
     roles = ROLES if roles is None else roles
     rows = []
     for name, role in roles.items():
-        texts = [_score_text(name, reading, len(layers)) for reading in readings if name in reading.request.expected]
+        measured = [reading for reading in readings if name in reading.request.expected]
+        texts = [_score_text(name, reading, len(layers)) for reading in measured]
         if not texts:
             continue
         scores = torch.nanmean(torch.stack([s for s, _ in texts]), dim=0)  # (layer, H), each text equal
@@ -131,23 +147,20 @@ def score(readings: Sequence[Reading], layers: Sequence[int], roles: Mapping[str
         labels = (scores >= role.min_score) & (lifts >= role.min_lift)
         for i, layer in enumerate(layers):
             for head in range(scores.shape[1]):
-                cell = scores[i, head].item(), baselines[i].item(), lifts[i, head].item(), bool(labels[i, head])
-                rows.append((layer, head, name, *cell))
+                numbers = scores[i, head].item(), baselines[i].item(), lifts[i, head].item()
+                rows.append((layer, head, name, *numbers, bool(labels[i, head])))
     table = pandas.DataFrame(rows, columns=columns)
     return table.sort_values(["layer", "head"], kind="stable", ignore_index=True)
 
 
 def _score_text(name: str, reading: Reading, n_layers: int) -> tuple[Tensor, Tensor]:
-    """Return the score (layer, H) and the baseline (layer,) of one role on one text, NaN where no row counts."""
+    """Return one role's score (layer, H) and baseline (layer,) on one text, NaN where no row counts."""
     expected = reading.request.expected[name]
     scores, baselines = [], []
-    counted = {}
     for i in range(n_layers):
-        window = reading.windows[i]
-        if window not in counted:
-            counted[window] = expected.rows(*reading.tokens.spans(window))
-        counts, even = counted[window]
-        weight = reading.request.weight(name, {key: tensors[i] for key, tensors in reading.statistics.items()})
+        counts, even = expected.rows(*reading.spans[i])
+        of_layer = {key: tensors[i] for key, tensors in reading.statistics.items()}
+        weight = reading.request.weight(name, of_layer)
         scores.append(weight[:, counts].double().mean(-1))
         baselines.append(even[counts].double().mean())
     return torch.stack(scores), torch.stack(baselines)

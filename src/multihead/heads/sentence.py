@@ -1,4 +1,4 @@
-"""A short text with the exact weights of every head, and which heads lead from one of its words to another."""
+"""A short text with the exact weights of every head, and which heads lead from one word to another."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Sentence:
-    """A text of L tokens; `spans` are each token's characters in it, `weights` (layer, H, L, L) of `layers`."""
+    """A text of L tokens; `spans` are their characters in it, `weights` (layer, H, L, L) of `layers`."""
 
     text: str
     tokens: list[str]
@@ -24,7 +24,7 @@ class Sentence:
     weights: Tensor
 
     def pieces(self, word: str) -> list[int]:
-        """Return the tokens that spell the first occurrence of a whole word, none if the word is not there."""
+        """Return the tokens of the first occurrence of a whole word, none if it is not there."""
         found = re.search(rf"(?<!\w){re.escape(word)}(?!\w)", self.text)
         if found is None:
             return []
@@ -34,9 +34,10 @@ class Sentence:
 def resolve(sentence: Sentence, query: str, key: str, heads: Collection[str] | None = None) -> DataFrame:
     """Return how strongly each head leads from one word to another, the strongest first.
 
-    The weight is summed over the pieces of the key word and averaged over those of the query word. The table has the
-    columns layer, head, query, key, weight; it is empty where a word is missing, or where no head can look from the
-    one to the other, as from a pronoun to what comes after it in a causal model. `heads` ("18.6") narrows it.
+    The weight is summed over the pieces of the key word and averaged over those of the query word. The
+    table has the columns layer, head, query, key, weight; it is empty where a word is missing, or where no
+    head can look from the one to the other, as from a pronoun to what comes after it in a causal model.
+    `heads` ("18.6") narrows it.
     """
     import pandas
 
