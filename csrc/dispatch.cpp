@@ -1,4 +1,100 @@
-#if MH_HAVE_BASELINE
-namespace baseline { int lanes(); }
+// Chooses the instruction-set level once, at load, from what the processor has.
+#include <atomic>
+#include <cstring>
+#include <string>
+
+#include "attention.h"
+
+namespace multihead {
+
+#define MH_DECLARE(name)                \
+  namespace name {                      \
+  bool forward(const Forward& problem); \
+  }
+#if MH_HAVE_AVX512
+MH_DECLARE(avx512)
 #endif
-int mh_lanes() { return baseline::lanes(); }
+#if MH_HAVE_WIDE
+MH_DECLARE(wide)
+#endif
+#if MH_HAVE_AVX2
+MH_DECLARE(avx2)
+#endif
+#if MH_HAVE_NEON
+MH_DECLARE(neon)
+#endif
+#if MH_HAVE_BASELINE
+MH_DECLARE(baseline)
+#endif
+
+namespace {
+
+struct Level {
+  const char* name;
+  bool (*forward)(const Forward&);
+  bool (*supported)();
+};
+
+bool always() { return true; }
+#if defined(__x86_64__)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("fma");
+}
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+#endif
+
+// Best first. `wide` (a test build: AVX-512's width in AVX2 instructions) is never chosen by itself.
+const Level kLevels[] = {
+#if MH_HAVE_AVX512
+    {"avx512", avx512::forward, has_avx512},
+#endif
+#if MH_HAVE_AVX2
+    {"avx2", avx2::forward, has_avx2},
+#endif
+#if MH_HAVE_NEON
+    {"neon", neon::forward, always},
+#endif
+#if MH_HAVE_BASELINE
+    {"baseline", baseline::forward, always},
+#endif
+#if MH_HAVE_WIDE
+    {"wide", wide::forward, has_avx2},
+#endif
+};
+
+const Level* best() {
+  for (const Level& level : kLevels)
+    if (level.supported()) return &level;
+  return nullptr;  // not reached: baseline or neon always is
+}
+
+std::atomic<const Level*>& chosen() {
+  static std::atomic<const Level*> level{best()};
+  return level;
+}
+
+}  // namespace
+
+bool forward(const Forward& problem) { return chosen().load()->forward(problem); }
+
+const char* level() { return chosen().load()->name; }
+
+bool set_level(const char* name) {
+  for (const Level& level : kLevels)
+    if (level.supported() && std::strcmp(level.name, name) == 0) {
+      chosen().store(&level);
+      return true;
+    }
+  return false;
+}
+
+std::string levels() {
+  std::string names;
+  for (const Level& level : kLevels)
+    if (level.supported()) names += (names.empty() ? "" : " ") + std::string(level.name);
+  return names;
+}
+
+}  // namespace multihead

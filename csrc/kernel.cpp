@@ -1,1 +1,402 @@
-namespace MH_LEVEL { int lanes() { return MH_LANES; } }
+// Attention with its statistics, in one pass over the keys. Compiled once per instruction set.
+//
+// The plain loop: for each query row, over the keys it sees, with the running maximum m, the sum
+// l of e^(s - m), and the output o = sum of e^(s - m) v; a new maximum rescales l and o
+// (Milakov and Gimelshein 2018; Dao et al. 2022). What makes it fast:
+//   1. Keys and values are packed once into panels (tiles.h), shared by all rows and heads that read them.
+//   2. kRows rows x kKeys keys are a block: its scores stay in the L2 cache, a panel in L1.
+//   3. Blocks and tiles that no row of theirs sees are skipped; the longest work starts first.
+//   4. Scores live in units of log 2 (the query carries scale * log2 e), so the softmax is one exp2.
+// What it sees is a handful of sums beside l, each taken from the scores less the maximum and from
+// positions relative to the block's heaviest key, merged across blocks in double by Chan's formula.
+//
+// Bits: a row's arithmetic depends on its own scores and on the place of the block borders, which
+// are multiples of kKeys. Not on threads, batch, other rows, or on being observed.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <new>
+
+#include "attention.h"
+#include "pool.h"
+#include "softmax.h"
+
+namespace multihead {
+namespace MH_LEVEL {
+namespace {
+
+constexpr int kTiles = kRows / kTileRows;
+constexpr int64_t kFusedFloats = 96 * 1024;  // keys and values that fit the L2 cache beside a block
+constexpr double kSerialWork = 1.0e6;  // multiply-adds under which waking a thread costs more than it gives
+
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Free {
+  void operator()(void* p) const { std::free(p); }
+};
+template <typename T>
+using Buffer = std::unique_ptr<T[], Free>;
+
+// Uninitialised, at a cache line's border.
+template <typename T>
+Buffer<T> allocate(int64_t count) {
+  const size_t bytes = (static_cast<size_t>(std::max<int64_t>(count, 1)) * sizeof(T) + 63) / 64 * 64;
+  T* p = static_cast<T*>(std::aligned_alloc(64, bytes));
+  if (!p) throw std::bad_alloc();
+  return Buffer<T>(p);
+}
+
+// The keys that row i of sequence b sees.
+struct Span {
+  int64_t begin, end;
+};
+
+Span span_of(const Forward& f, int64_t b, int64_t i) {
+  if (f.span_begin) return {f.span_begin[b * f.span_batch + i], f.span_end[b * f.span_batch + i]};
+  if (f.causal) return {0, std::clamp<int64_t>(f.query_start + i + 1, 0, f.S)};
+  return {0, f.S};
+}
+
+// A query row of a block.
+struct Row {
+  int64_t h, i;
+  Span span;
+};
+
+// A block's rows and what they have gathered: one a thread.
+struct Block {
+  Row row[kRows];
+  Gathered gathered;
+};
+
+// The packed keys and values of one key/value head, a block of keys after the other. A block holds
+// its key panels (depth, kColumns), then its value panels (keys, kColumns); `unusual` marks blocks
+// with a value that is not finite, whose invisible keys must not be multiplied by 0.
+struct Packed {
+  float* floats;
+  uint8_t* unusual;
+};
+
+class Kernel {
+ public:
+  explicit Kernel(const Forward& problem)
+      : f(problem),
+        group(f.G ? f.H / f.G : 1),
+        value_panels(ceil_div(f.E + f.C, kColumns)),
+        key_floats(f.D + value_panels * kColumns),
+        padded_keys(ceil_div(f.S, kColumns) * kColumns),
+        key_blocks(ceil_div(f.S, kKeys)),
+        // Few queries (decoding): the rows of all heads that share keys go together.
+        heads_together(f.L < 2 * kRows ? group : 1),
+        stream_rows(heads_together * f.L),
+        row_blocks(ceil_div(stream_rows, kRows)) {}
+
+  bool run() {
+    const int64_t outputs = f.B * f.H * f.L;
+    if (outputs == 0) return true;
+    const double work = double(outputs) * double(f.S) * double(f.D + f.E);
+    const int threads = work < kSerialWork ? 1 : std::max(1, f.threads);
+    prepare(threads);
+    const int64_t kv_heads = f.B * f.G;
+    const int64_t streams = f.B * (f.H / heads_together);
+    // Small keys and values: a thread packs a head and uses it at once, from its own cache.
+    if (padded_keys * key_floats <= kFusedFloats && kv_heads >= 2 * threads) {
+      packed = allocate<float>(threads * padded_keys * key_floats);
+      unusual = allocate<uint8_t>(threads * std::max<int64_t>(key_blocks, 1));
+      return each(kv_heads, threads, [&](int64_t kv, int thread) {
+        const Packed own = packed_at(thread);
+        for (int64_t block = 0; block < key_blocks; ++block) pack(kv, block, own);
+        const int64_t per_kv = group / heads_together;
+        for (int64_t s = kv * per_kv; s < (kv + 1) * per_kv; ++s)
+          for (int64_t block = 0; block < row_blocks; ++block) attend(s, block, own, thread);
+      });
+    }
+    packed = allocate<float>(kv_heads * padded_keys * key_floats);
+    unusual = allocate<uint8_t>(kv_heads * std::max<int64_t>(key_blocks, 1));
+    const bool complete = each(kv_heads * key_blocks, threads, [&](int64_t item, int) {
+      pack(item / key_blocks, item % key_blocks, packed_at(item / key_blocks));
+    });
+    return complete && each(streams * row_blocks, threads, [&](int64_t item, int thread) {
+             // Under a causal mask the last rows see the most keys: the longest work first.
+             const int64_t stream = item % streams;
+             const int64_t block = row_blocks - 1 - item / streams;
+             attend(stream, block, packed_at(stream * heads_together / group), thread);
+           });
+  }
+
+ private:
+  template <typename F>
+  bool each(int64_t items, int threads, F&& body) {
+    Task task{[](void* self, int64_t item, int thread) { (*static_cast<F*>(self))(item, thread); }, &body};
+    return multihead::run(items, threads, task, f.interrupted);
+  }
+
+  Packed packed_at(int64_t kv) const {
+    return {packed.get() + kv * padded_keys * key_floats, unusual.get() + kv * key_blocks};
+  }
+
+  void prepare(int threads) {
+    query_floats = kRows * f.D;
+    scratch_floats = ceil_div(query_floats + kRows * kScoreRow + kRows * value_panels * kColumns, 16) * 16;
+    scratch = allocate<float>(threads * scratch_floats);
+    blocks = allocate<Block>(threads);
+  }
+
+  void pack(int64_t kv, int64_t block, const Packed& to) const {
+    const int64_t b = kv / f.G, g = kv % f.G;
+    const int64_t first = block * kKeys;
+    const int64_t count = std::min<int64_t>(kKeys, f.S - first);
+    const int64_t padded = ceil_div(count, kColumns) * kColumns;
+    const float* key = f.key.data + b * f.key.batch + g * f.key.head + first * f.key.row;
+    float* const keys = to.floats + first * key_floats;
+    for (int64_t j = 0; j < padded; j += kLanes)
+      pack_keys(key + j * f.key.row, std::clamp<int64_t>(count - j, 0, kLanes),
+                keys + j / kColumns * kColumns * f.D + j % kColumns);
+    float* const values = keys + padded * f.D;
+    const float* value = f.value.data + b * f.value.batch + g * f.value.head + first * f.value.row;
+    to.unusual[block] = pack_values(value, count, padded, values);
+    if (f.C) pack_classes(f.classes + b * f.class_batch + first, count, padded, values);
+  }
+
+  // One vector of keys, `count` of them there and the rest zero, to a panel's columns.
+  void pack_keys(const float* key, int64_t count, float* panel) const {
+    int64_t d = 0;
+    if (count == kLanes && f.key.column == 1)
+      for (; d + kLanes <= f.D; d += kLanes) {
+        Floats r[kLanes];
+        for (int j = 0; j < kLanes; ++j) r[j] = load(key + j * f.key.row + d);
+        transpose(r);
+        for (int i = 0; i < kLanes; ++i) store(panel + (d + i) * kColumns, r[i]);
+      }
+    for (; d < f.D; ++d)
+      for (int j = 0; j < kLanes; ++j)
+        panel[d * kColumns + j] = j < count ? key[j * f.key.row + d * f.key.column] : 0.0f;
+  }
+
+  // Value panels (padded keys, kColumns); answers whether any value is not finite.
+  bool pack_values(const float* value, int64_t count, int64_t padded, float* out) const {
+    Floats odd{};  // x - x is 0 for a finite x, NaN otherwise
+    float odd_scalar = 0;
+    for (int64_t e = 0; e < value_panels * kColumns; e += kColumns, out += padded * kColumns) {
+      const int64_t columns = std::clamp<int64_t>(f.E - e, 0, kColumns);
+      const bool whole = columns == kColumns && f.value.column == 1;
+      for (int64_t j = 0; j < padded; ++j) {
+        float* to = out + j * kColumns;
+        const float* from = value + j * f.value.row + e * f.value.column;
+        if (whole && j < count) {
+          for (int v = 0; v < kPanelVectors; ++v) {
+            const Floats x = load(from + v * kLanes);
+            odd += x - x;
+            store(to + v * kLanes, x);
+          }
+        } else {
+          for (int c = 0; c < kColumns; ++c) {
+            const float x = j < count && c < columns ? from[c * f.value.column] : 0.0f;
+            odd_scalar += x - x;
+            to[c] = x;
+          }
+        }
+      }
+    }
+    for (int lane = 0; lane < kLanes; ++lane) odd_scalar += odd[lane];
+    return std::isnan(odd_scalar);
+  }
+
+  // Column E + c of the value is 1 for the keys of class c.
+  void pack_classes(const int32_t* classes, int64_t count, int64_t padded, float* out) const {
+    for (int64_t j = 0; j < count; ++j)
+      if (const int64_t c = classes[j]; c >= 0 && c < f.C) {
+        const int64_t column = f.E + c;
+        out[column / kColumns * kColumns * padded + j * kColumns + column % kColumns] = 1.0f;
+      }
+  }
+
+  void attend(int64_t stream, int64_t block, const Packed& kv, int thread) const {
+    float* const query = scratch.get() + thread * scratch_floats;
+    float* const scores = query + ceil_div(query_floats, 16) * 16;
+    float* const output = scores + kRows * kScoreRow;
+    Row* const row = blocks[thread].row;
+    Gathered& gathered = blocks[thread].gathered;
+
+    const int64_t streams = f.H / heads_together;
+    const int64_t b = stream / streams, first_head = stream % streams * heads_together;
+    const int64_t first_row = block * kRows;
+    const int n_rows = static_cast<int>(std::min<int64_t>(kRows, stream_rows - first_row));
+    const int tiles = static_cast<int>(ceil_div(n_rows, kTileRows));
+
+    // Of each tile, the keys that some row sees and the keys that every row sees.
+    Span some[kTiles], every[kTiles], block_span{f.S, 0};
+    for (int t = 0; t < tiles; ++t) {
+      some[t] = {f.S, 0}, every[t] = {0, f.S};
+      for (int r = t * kTileRows; r < std::min(n_rows, (t + 1) * kTileRows); ++r) {
+        const int64_t at = first_row + r;
+        const Span span = span_of(f, b, at % f.L);
+        row[r] = Row{first_head + at / f.L, at % f.L, span};
+        every[t] = {std::max(every[t].begin, span.begin), std::min(every[t].end, span.end)};
+        if (span.begin < span.end)
+          some[t] = {std::min(some[t].begin, span.begin), std::max(some[t].end, span.end)};
+      }
+      block_span = {std::min(block_span.begin, some[t].begin), std::max(block_span.end, some[t].end)};
+    }
+    pack_queries(b, row, n_rows, query);
+    gathered.clear();
+    std::fill_n(output, kRows * value_panels * kColumns, 0.0f);
+
+    for (int64_t first = block_span.begin / kKeys * kKeys; first < block_span.end; first += kKeys) {
+      const int64_t padded = std::min<int64_t>(kKeys, padded_keys - first);
+      const float* const keys = kv.floats + first * key_floats;
+      const float* const values = keys + padded * f.D;
+      Columns tile_seen[kTiles], row_seen[kRows];
+      for (int t = 0; t < tiles; ++t)
+        tile_seen[t] = {
+            static_cast<int>(std::clamp<int64_t>(some[t].begin - first, 0, padded) / kColumns * kColumns),
+            static_cast<int>(ceil_div(std::clamp<int64_t>(some[t].end - first, 0, padded), kColumns) *
+                             kColumns)};
+      for (int r = 0; r < n_rows; ++r) row_seen[r] = tile_seen[r / kTileRows];
+      for (int column = 0; column < padded; column += kColumns)
+        for (int t = 0, next; t < tiles; t = next) {
+          // A run of tiles that see this panel.
+          const auto sees = [&](int u) { return tile_seen[u].from <= column && column < tile_seen[u].to; };
+          for (next = t + 1; next < tiles && sees(t) == sees(next);) ++next;
+          if (!sees(t)) continue;
+          float* const s = scores + t * kTileRows * kScoreRow + column;
+          const int run_rows = std::min(n_rows, next * kTileRows) - t * kTileRows;
+          score(query + t * kTileRows * f.D, keys + column * f.D, run_rows, s);
+          for (int u = t; u < next; ++u)
+            if (every[u].begin > first + column || every[u].end < first + column + kColumns)
+              for (int r = u * kTileRows; r < std::min(n_rows, (u + 1) * kTileRows); ++r)
+                hide(row[r].span, first + column, scores + r * kScoreRow + column);
+        }
+      if (f.observe)
+        gathered.add<true>(scores, n_rows, row_seen, first);
+      else
+        gathered.add<false>(scores, n_rows, row_seen, first);
+      for (int64_t e = 0; e < value_panels; ++e) {
+        const float* const panel = values + e * padded * kColumns;
+        float* const o = output + e * kRows * kColumns;
+        if (kv.unusual[first / kKeys])
+          value_exactly(n_rows, row_seen, scores, panel, row, first, gathered.rescale, o);
+        else
+          by_tiles(n_rows, [&](auto rows, int r, int n) {
+            value_tiles<rows.count, kScoreRow>(scores + r * kScoreRow, panel, tile_seen + r / kTileRows, n,
+                                               gathered.rescale + r, o + r * kColumns);
+          });
+      }
+    }
+    for (int r = 0; r < n_rows; ++r) finish(b, row[r], gathered, r, output + r * kColumns);
+  }
+
+  // Rows of D, times what turns a dot product into a score's logarithm base 2 (or, with a softcap,
+  // into the argument of tanh).
+  void pack_queries(int64_t b, const Row* row, int n_rows, float* out) const {
+    const float factor = f.softcap ? f.scale / f.softcap : static_cast<float>(f.scale * kLog2E);
+    for (int r = 0; r < n_rows; ++r, out += f.D) {
+      const float* q = f.query.data + b * f.query.batch + row[r].h * f.query.head + row[r].i * f.query.row;
+      int64_t d = 0;
+      if (f.query.column == 1)
+        for (; d + kLanes <= f.D; d += kLanes) store(out + d, load(q + d) * factor);
+      for (; d < f.D; ++d) out[d] = q[d * f.query.column] * factor;
+    }
+  }
+
+  // Scores of some rows on one panel of keys.
+  void score(const float* query, const float* panel, int n_rows, float* out) const {
+    by_tiles(n_rows, [&](auto rows, int r, int n) {
+      score_tiles<rows.count, kScoreRow>(query + r * f.D, panel, f.D, n, out + r * kScoreRow);
+    });
+    if (f.softcap)
+      for (int r = 0; r < n_rows; ++r)
+        for (int c = 0; c < kColumns; c += kLanes) {
+          float* const at = out + r * kScoreRow + c;
+          store(at, tanh(load(at)) * (f.softcap * kLog2E));
+        }
+  }
+
+  // -inf for the keys of a panel that a row does not see.
+  static void hide(Span seen, int64_t first_key, float* s) {
+    for (int c = 0; c < kColumns; ++c)
+      if (first_key + c < seen.begin || first_key + c >= seen.end) s[c] = -kInfinity;
+  }
+
+  // value_tiles for a block with values that are not finite: only visible keys are multiplied.
+  static void value_exactly(int n_rows, const Columns* seen, const float* p, const float* panel,
+                            const Row* row, int64_t first, const float* rescale, float* o) {
+    for (int r = 0; r < n_rows; ++r, p += kScoreRow, o += kColumns) {
+      if (seen[r].from >= seen[r].to) continue;
+      const int64_t begin = std::clamp<int64_t>(row[r].span.begin - first, seen[r].from, seen[r].to);
+      const int64_t end = std::clamp<int64_t>(row[r].span.end - first, seen[r].from, seen[r].to);
+      for (int c = 0; c < kColumns; ++c) {
+        float acc = 0;
+        for (int64_t j = begin; j < end; ++j) acc += p[j] * panel[j * kColumns + c];
+        o[c] = o[c] * rescale[r] + acc;
+      }
+    }
+  }
+
+  void finish(int64_t b, const Row& row, const Gathered& g, int r, const float* o) const {
+    const int64_t at = (b * f.H + row.h) * f.L + row.i;
+    const bool empty = row.span.begin >= row.span.end;
+    const bool infinite = std::isinf(g.max[r]);
+    // Every visible score is -inf: 0 / 0, as in the definition.
+    const double total = !empty && g.max[r] == -kInfinity ? kNaN : g.total[r];
+    const double max = double(g.max[r]) * kLn2;
+    const double lse = empty ? -kInfinity : (infinite ? max : max + std::log(total));
+    double share = 1;  // of the keys, beside the sink
+    if (f.sinks) {
+      const double sink = f.sinks[row.h], top = std::max(lse, sink);
+      const double keys = std::exp(lse - top), both = keys + std::exp(sink - top);
+      share = empty ? 0.0 : keys / both;
+      if (f.sink_mass) f.sink_mass[at] = static_cast<float>(empty ? 1.0 : std::exp(sink - top) / both);
+    }
+    const float factor = empty ? 0.0f : static_cast<float>(share / total);
+    float* out = f.output.data + b * f.output.batch + row.h * f.output.head + row.i * f.output.row;
+    for (int64_t e = 0; e < f.E; e += kColumns) {
+      const float* from = o + e * kRows;
+      if (empty || f.output.column != 1 || e + kColumns > f.E)
+        for (int64_t c = e; c < std::min(f.E, e + kColumns); ++c)
+          out[c * f.output.column] = empty ? 0.0f : from[c - e] * factor;
+      else
+        for (int v = 0; v < kColumns; v += kLanes) store(out + e + v, load(from + v) * factor);
+    }
+
+    if (f.lse) f.lse[at] = static_cast<float>(lse);
+    if (!f.observe) return;
+    const double weight = empty ? 1.0 : total;
+    const double variance = g.spread[r] / weight;
+    const double entropy = empty ? 0.0 : std::log(weight) - g.moment[r] * kLn2 / weight;
+    const bool lost = std::isnan(total) && !infinite;
+    if (f.max_logit) f.max_logit[at] = static_cast<float>(lost ? kNaN : max);
+    if (f.max_weight) f.max_weight[at] = static_cast<float>(empty ? 0.0 : 1.0 / weight);
+    if (f.argmax) f.argmax[at] = g.argmax[r];
+    if (f.entropy) f.entropy[at] = static_cast<float>(entropy < 0 ? 0.0 : entropy);
+    if (f.effective_keys)
+      f.effective_keys[at] = static_cast<float>(empty ? 0.0 : weight * weight / g.squares[r]);
+    if (f.key_mean) f.key_mean[at] = static_cast<float>(empty ? kNaN : g.mean[r] + 0 * weight);
+    if (f.key_variance) f.key_variance[at] = static_cast<float>(empty ? kNaN : variance);
+    for (int64_t c = 0; c < f.C; ++c) {
+      const int64_t column = f.E + c;
+      f.class_mass[at * f.C + c] = static_cast<float>(
+          empty ? 0.0 : o[column / kColumns * kRows * kColumns + column % kColumns] / weight);
+    }
+  }
+
+  const Forward& f;
+  const int64_t group, value_panels, key_floats, padded_keys, key_blocks, heads_together, stream_rows,
+      row_blocks;
+  int64_t query_floats = 0, scratch_floats = 0;
+  Buffer<float> scratch, packed;
+  Buffer<uint8_t> unusual;
+  Buffer<Block> blocks;
+};
+
+}  // namespace
+
+bool forward(const Forward& problem) { return Kernel(problem).run(); }
+
+}  // namespace MH_LEVEL
+}  // namespace multihead

@@ -41,7 +41,7 @@ def forward(problem: Problem, statistics: Statistics | None = None) -> Observati
     output, lse = found["output"], found["lse"]
     asked = {} if statistics is None else {name: found[name] for name in statistics.asked if name in found}
     if statistics is not None:
-        asked |= _gathered(p, statistics, lse.detach())
+        asked |= gathered(p, statistics, lse.detach())
     if p.sinks is not None:
         output, with_sink = _give_to_sinks(output, lse, p.sinks)
         asked |= with_sink if statistics is not None else {}
@@ -92,7 +92,7 @@ def _over_tiles(p: Problem, statistics: Statistics | None) -> dict[str, Tensor]:
     return found
 
 
-def _gathered(p: Problem, statistics: Statistics, lse: Tensor) -> dict[str, Tensor]:
+def gathered(p: Problem, statistics: Statistics, lse: Tensor) -> dict[str, Tensor]:
     """The statistics of listed keys, from the lse of the keys alone."""
     found = {}
     if statistics.offsets:

@@ -1,0 +1,61 @@
+// What the compiled core computes: one struct in, arrays filled. No PyTorch, no Python.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace multihead {
+
+// A tensor (B, heads, rows, columns): strides in elements, any sign, zero for an expanded axis.
+struct Tensor {
+  float* data;
+  int64_t batch, head, row, column;
+};
+
+// Answers true when the caller wants to stop (Ctrl-C). Called on the calling thread only.
+using Interrupted = bool (*)();
+
+// One forward problem. Optional arrays are null when not asked for.
+struct Forward {
+  int64_t B, H, G, L, S, D, E;
+  Tensor query, key, value;  // (B, H, L, D), (B, G, S, D), (B, G, S, E)
+  Tensor output;             // (B, H, L, E)
+
+  // Which keys row i of a sequence sees: [begin, end), from arrays of L a sequence; without them
+  // [0, S), or [0, query_start + i + 1) when causal.
+  const int32_t* span_begin;
+  const int32_t* span_end;
+  int64_t span_batch;  // elements from one sequence's spans to the next, 0 when all share them
+  bool causal;
+  int64_t query_start;
+
+  float scale;
+  float softcap;       // 0: none
+  const float* sinks;  // (H,): take weight from the output and nothing else; lse is of the keys alone
+
+  // Classes of keys, as extra columns of the value: class_mass (B, H, L, C) sums the weights by class.
+  const int32_t* classes;  // (B, S), below 0: in no class
+  int64_t class_batch;     // as span_batch
+  int64_t C;
+
+  // Statistics, each (B, H, L) contiguous.
+  bool observe;  // any of those past lse is wanted
+  float *lse, *max_logit, *max_weight, *entropy, *effective_keys, *key_mean, *key_variance, *sink_mass;
+  float* class_mass;
+  int64_t* argmax;
+
+  int threads;
+  Interrupted interrupted;
+};
+
+// Fills the output and the statistics; false when interrupted. Throws std::bad_alloc.
+bool forward(const Forward& problem);
+
+// The instruction-set level that `forward` uses, and how to choose another (tests do). set_level
+// answers false for a level that this build or this processor lacks.
+const char* level();
+bool set_level(const char* name);
+// The names of the levels that can be chosen here, best first, separated by spaces.
+std::string levels();
+
+}  // namespace multihead

@@ -1,0 +1,140 @@
+// From scores to weights, block of keys after block of keys, and the sums that the statistics are
+// made of. Scores are in units of log 2: a weight is p = 2^(s - max).
+//
+// In each block a row's heaviest key is taken out of the vector sums and added in double: so a sum of
+// nearly 1 keeps its small part, which an entropy near 0 is made of, and positions are relative to
+// that key. Blocks are merged in double; mean and variance by Chan, Golub and LeVeque (1979).
+#pragma once
+
+#include <algorithm>
+
+#include "tiles.h"
+
+namespace multihead {
+namespace MH_LEVEL {
+
+constexpr int kRows = 144;             // query rows of a block
+constexpr int kKeys = 256;             // keys of a block
+constexpr int kScoreRow = kKeys + 16;  // floats from one row of scores to the next: not a power of two
+
+static_assert(kRows % kTileRows == 0 && kRows % kLanes == 0 && kKeys % kColumns == 0,
+              "blocks are whole tiles");
+
+// What kRows query rows have gathered so far.
+struct Gathered {
+  alignas(64) float max[kRows];       // of the scores
+  alignas(64) float rescale[kRows];   // what the newest block multiplies the output by
+  alignas(64) double total[kRows];    // sum of p
+  alignas(64) double moment[kRows];   // sum of p (s - max)
+  alignas(64) double squares[kRows];  // sum of p^2
+  alignas(64) double mean[kRows];     // of the key's position, by weight
+  alignas(64) double spread[kRows];   // sum of p (position - mean)^2
+  int64_t argmax[kRows];
+
+  void clear() {
+    std::fill_n(max, kRows, -kInfinity);
+    for (double* sums : {total, moment, squares, mean, spread}) std::fill_n(sums, kRows, 0.0);
+    std::fill_n(argmax, kRows, -1);
+  }
+
+  // Turns a block of scores into weights, in place, and adds them up: of row r the columns seen[r], in
+  // whole panels. `first`: the position of column 0.
+  template <bool kObserve>
+  void add(float* scores, int rows, const Columns* seen, int64_t first) {
+    find_top(scores, rows, seen);
+    for (int r = 0; r < kRows; r += kLanes) {
+      const Floats old = load(max + r), newest = load(top + r);
+      const Floats both = newest > old ? newest : old;
+      const Floats base = both == -kInfinity ? Floats{} : both;
+      const Floats x = newest - base;
+      store(old_max + r, old), store(max + r, both), store(zero + r, base), store(top_x + r, x);
+      store(rescale + r, exp2(old - base)), store(top_p + r, exp2(x));
+    }
+    for (int r = 0; r < rows; ++r)
+      if (seen[r].from < seen[r].to)
+        weigh<kObserve>(scores + r * kScoreRow, seen[r], r);
+      else
+        for (auto& lanes : sum_lanes) lanes[r] = Floats{};
+    for (int r = 0; r < rows; r += kLanes)
+      for (int k = 0; k < (kObserve ? kSums : 1); ++k) store(sum[k] + r, sum_each(sum_lanes[k] + r));
+    for (int r = 0; r < rows; ++r) merge<kObserve>(r, first);
+  }
+
+ private:
+  // Of the newest block: its largest score, where that is, and sums over its other keys.
+  alignas(64) float top[kRows], top_x[kRows], top_p[kRows], old_max[kRows], zero[kRows];
+  int top_at[kRows];
+  enum Sum { kWeight, kMoment, kSquares, kFirstOrder, kSecondOrder, kSums };
+  Floats sum_lanes[kSums][kRows];
+  alignas(64) float sum[kSums][kRows];
+
+  MH_LOOP void find_top(float* scores, int rows, const Columns* seen) {
+    std::fill_n(top, kRows, -kInfinity);
+    for (int r = 0; r < rows; ++r) {
+      const float* const s = scores + r * kScoreRow;
+      Floats best = all(-kInfinity);
+      Ints best_at{}, column = iota() + seen[r].from;
+      for (int c = seen[r].from; c < seen[r].to; c += kLanes, column += kLanes) {
+        const Floats x = load(s + c);
+        const Ints better = x > best;
+        best = better ? x : best;
+        best_at = better ? column : best_at;
+      }
+      top[r] = lanes_max(best);
+      // The lowest column of equals. With nothing above -inf, none is taken out.
+      top_at[r] = lanes_min(best == top[r] ? best_at : all(kKeys));
+    }
+  }
+
+  template <bool kObserve>
+  MH_LOOP void weigh(float* s, Columns seen, int r) {
+    const bool any = top[r] > -kInfinity;
+    if (any) s[top_at[r]] = -kInfinity;
+    const float base = zero[r];
+    Floats weight{}, moment{}, squares{}, first_order{}, second_order{};
+    Floats offset = __builtin_convertvector(iota() + (seen.from - top_at[r]), Floats);
+    for (int c = seen.from; c < seen.to; c += kLanes) {
+      const Floats x = load(s + c) - base;
+      const Floats p = exp2(x);
+      store(s + c, p);
+      weight += p;
+      if constexpr (kObserve) {
+        moment += p * (Floats)((Ints)x & (p != 0.0f));  // 0 * -inf is 0 here
+        squares += p * p;
+        const Floats lever = p * offset;
+        first_order += lever;
+        second_order += lever * offset;
+        offset += float(kLanes);
+      }
+    }
+    if (any) s[top_at[r]] = top_p[r];
+    sum_lanes[kWeight][r] = weight;
+    if constexpr (kObserve) {
+      sum_lanes[kMoment][r] = moment, sum_lanes[kSquares][r] = squares;
+      sum_lanes[kFirstOrder][r] = first_order, sum_lanes[kSecondOrder][r] = second_order;
+    }
+  }
+
+  template <bool kObserve>
+  MH_INLINE void merge(int r, int64_t first) {
+    const double scale = rescale[r], p = top_p[r];
+    const double before = total[r] * scale, weight = sum[kWeight][r] + p;
+    if constexpr (kObserve) {
+      const double shift = old_max[r] == -kInfinity ? 0.0 : double(old_max[r]) - max[r];
+      const double top_moment = p == 0 ? 0.0 : p * top_x[r];
+      moment[r] = scale * (moment[r] + shift * total[r]) + sum[kMoment][r] + top_moment;
+      squares[r] = scale * scale * squares[r] + sum[kSquares][r] + p * p;
+      const double from_top = weight == 0 ? 0.0 : sum[kFirstOrder][r] / weight;
+      const double distance = double(first + top_at[r]) + from_top - mean[r];
+      const double share = weight == 0 ? 0.0 : weight / (before + weight);
+      const double inner = sum[kSecondOrder][r] - from_top * sum[kFirstOrder][r];
+      mean[r] += distance * share;
+      spread[r] = scale * spread[r] + (inner < 0 ? 0.0 : inner) + distance * distance * before * share;
+      if (top[r] > old_max[r]) argmax[r] = first + top_at[r];
+    }
+    total[r] = before + weight;
+  }
+};
+
+}  // namespace MH_LEVEL
+}  // namespace multihead
