@@ -330,15 +330,7 @@ def test_code_that_comes_with_a_model_does_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-# --- the class that loads a model, and the facts of many -----------------------------------------------------
-
 TINY = {
-    "hidden_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "intermediate_size": 5,
-    "vocab_size": 7,
-}
     "hidden_size": 12,
     "num_hidden_layers": 2,
     "num_attention_heads": 3,
