@@ -36,7 +36,9 @@ def test_same_mask_whatever_the_path_and_tiling(lab, small_tiles):
 
 def test_mask_depends_on_the_cell_alone():
     whole = dropout.keep(7, 0.5, *(torch.arange(n) for n in (2, 3, 5, 11)))
-    part = dropout.keep(7, 0.5, torch.tensor([1]), torch.tensor([2]), torch.tensor([4, 0]), torch.arange(3, 9))
+    part = dropout.keep(
+        7, 0.5, torch.tensor([1]), torch.tensor([2]), torch.tensor([4, 0]), torch.arange(3, 9)
+    )
     assert torch.equal(part[0, 0], whole[1, 2][[4, 0], 3:9])
 
 

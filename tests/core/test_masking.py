@@ -23,9 +23,7 @@ def test_dense_of_some_rows_and_keys(lab, form):
     whole = visibility.dense().expand(2, 6, 7, 11)
     rows, keys = torch.tensor([5, 0, 3]), torch.tensor([10, 2])
     assert torch.equal(visibility.dense(rows, keys).expand(2, 6, 3, 2), whole[:, :, rows][..., keys])
-    assert torch.equal(
-        visibility.dense(slice(2, 5), slice(1, 9)).expand(2, 6, 3, 8), whole[:, :, 2:5, 1:9]
-    )
+    assert torch.equal(visibility.dense(slice(2, 5), slice(1, 9)).expand(2, 6, 3, 8), whole[:, :, 2:5, 1:9])
     assert visibility.dense(slice(0, 0), slice(3, 3)).shape[2:] == (0, 0)
 
 
@@ -137,7 +135,11 @@ def test_cheap_tests_of_plain_calls(lab):
     full, causal = lab.problem(*inputs).visibility, lab.problem(*inputs, causal=True).visibility
     assert full.is_full and not full.is_plain_causal
     assert causal.is_plain_causal and not causal.is_full
-    for options in ({"window": (1, None)}, {"key_lengths": [3, 4]}, {"mask": torch.ones(11, dtype=torch.bool)}):
+    for options in (
+        {"window": (1, None)},
+        {"key_lengths": [3, 4]},
+        {"mask": torch.ones(11, dtype=torch.bool)},
+    ):
         other = lab.problem(*inputs, causal=True, **options).visibility
         assert not other.is_plain_causal and not other.is_full
 
@@ -156,7 +158,12 @@ def test_documents_from_wrong_sums(sums):
 def test_packed_documents_are_the_sequences_alone(lab):
     query, key, value = lab.tensors(b=1, n_queries=11, n_keys=11)
     packed = mh.attention(
-        query, key, value, causal=True, document_ids=mh.documents_from(torch.tensor([0, 3, 7, 11])), impl="tiled"
+        query,
+        key,
+        value,
+        causal=True,
+        document_ids=mh.documents_from(torch.tensor([0, 3, 7, 11])),
+        impl="tiled",
     )
     for one in (slice(0, 3), slice(3, 7), slice(7, 11)):
         alone = mh.attention(query[:, :, one], key[:, :, one], value[:, :, one], causal=True, impl="tiled")

@@ -9,7 +9,17 @@ import multihead as mh
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 POISONS = [float("nan"), float("inf"), -float("inf")]
-HIDING = ["causal", "window", "mask", "mask of keys", "bias with -inf", "lengths", "documents", "sinks", "everything"]
+HIDING = [
+    "causal",
+    "window",
+    "mask",
+    "mask of keys",
+    "bias with -inf",
+    "lengths",
+    "documents",
+    "sinks",
+    "everything",
+]
 ASKED = mh.Statistics(classes=[0, 1] * 5 + [0], offsets=(-1, 0))
 
 

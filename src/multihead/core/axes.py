@@ -44,7 +44,9 @@ def check_shape(name: str, tensor: Tensor, axes: Sequence[str], sizes: dict[str,
                 break
         else:
             return
-    raise ValueError(f"{name}: expected shape {named(axes, sizes)}, got {tuple(shape)}{_difference(axes, shape, sizes)}")
+    raise ValueError(
+        f"{name}: expected shape {named(axes, sizes)}, got {tuple(shape)}{_difference(axes, shape, sizes)}"
+    )
 
 
 def check_broadcast(name: str, tensor: Tensor, axes: Sequence[str], sizes: dict[str, int]) -> Tensor:
@@ -73,8 +75,8 @@ def named(axes: Sequence[str], sizes: dict[str, int]) -> str:
 def _difference(axes: Sequence[str], shape: Sequence[int], sizes: dict[str, int]) -> str:
     if len(shape) != len(axes):
         return f": {len(axes)} axes are needed, it has {len(shape)}"
-    wrong = [f"{x} ({LETTERS[x]}) is {n}, not {sizes[x]}" for x, n in zip(axes, shape, strict=True) if sizes[x] != n]
-    return ": " + ", ".join(wrong)
+    wrong = [(x, n) for x, n in zip(axes, shape, strict=True) if sizes.get(x, n) != n]
+    return ": " + ", ".join(f"{x} ({LETTERS[x]}) is {n}, not {sizes[x]}" for x, n in wrong)
 
 
 def check_integers(name: str, tensor: Tensor) -> None:

@@ -82,7 +82,13 @@ def attention(
 
 
 def observe(
-    query: Tensor, key: Tensor, value: Tensor, *, statistics: Statistics | None = None, impl: str = "auto", **options
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    statistics: Statistics | None = None,
+    impl: str = "auto",
+    **options,
 ) -> Observation:
     """Attention and what its heads did: the output of `attention` and the statistics asked.
 
@@ -106,7 +112,13 @@ def observe(
 
 
 def explain(
-    query: Tensor, key: Tensor, value: Tensor, *, statistics: Statistics | None = None, impl: str = "auto", **options
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    statistics: Statistics | None = None,
+    impl: str = "auto",
+    **options,
 ) -> str:
     """Tell which path `attention` (or `observe`, given statistics) would take and why, its memory and its FLOPs."""
     problem = build_problem(query, key, value, **options)
@@ -192,11 +204,15 @@ def build_problem(
 
     if mask is not None:
         if mask.dtype is not torch.bool:
-            raise TypeError(f"mask: expected bool, True = may attend, got {mask.dtype}; scores are added with bias=")
+            raise TypeError(
+                f"mask: expected bool, True = may attend, got {mask.dtype}; scores are added with bias="
+            )
         mask = check_broadcast("mask", mask, "BHLS", sizes)
     if bias is not None:
         if not bias.dtype.is_floating_point:
-            raise TypeError(f"bias: expected floats, got {bias.dtype}; what may be attended is said with mask=")
+            raise TypeError(
+                f"bias: expected floats, got {bias.dtype}; what may be attended is said with mask="
+            )
         bias = check_broadcast("bias", bias, "BHLS", sizes)
     if alibi_slopes is not None:
         _check_floats("alibi_slopes", alibi_slopes, sizes)
@@ -240,7 +256,9 @@ def build_problem(
         ("document_ids", document_ids),
     ):
         if tensor is not None and tensor.device != device:
-            raise ValueError(f"{name}: expected a tensor on {device}, as query is, got one on {tensor.device}")
+            raise ValueError(
+                f"{name}: expected a tensor on {device}, as query is, got one on {tensor.device}"
+            )
     if scale is None:
         scale = 1 / math.sqrt(sizes["D"]) if sizes["D"] else 1.0
     return Problem(
@@ -251,7 +269,9 @@ def build_problem(
 def _check_kinds(query: Tensor, key: Tensor, value: Tensor, sizes: dict[str, int]) -> None:
     H, G = sizes["H"], sizes["G"]
     if (H % G if G else H) != 0:
-        raise ValueError(f"key: expected a number of heads G that divides the H={H} heads of query, got G={G}")
+        raise ValueError(
+            f"key: expected a number of heads G that divides the H={H} heads of query, got G={G}"
+        )
     dtype = query.dtype
     if not dtype.is_floating_point:
         raise TypeError(f"query: expected floats, got {dtype}")
@@ -259,7 +279,9 @@ def _check_kinds(query: Tensor, key: Tensor, value: Tensor, sizes: dict[str, int
         if tensor.dtype is not dtype:
             raise TypeError(f"{name}: expected {dtype}, as query is, got {tensor.dtype}")
         if tensor.device != query.device:
-            raise ValueError(f"{name}: expected a tensor on {query.device}, as query is, got one on {tensor.device}")
+            raise ValueError(
+                f"{name}: expected a tensor on {query.device}, as query is, got one on {tensor.device}"
+            )
 
 
 def _check_floats(name: str, tensor: Tensor, sizes: dict[str, int]) -> None:
@@ -273,7 +295,9 @@ def _check_window(window: Window) -> Window:
         raise ValueError(f"window: expected (left, right), got {window!r}")
     for side in window:
         if side is not None and (not isinstance(side, int) or side < 0):
-            raise ValueError(f"window: expected sides of 0 or more, None for an open side, got {tuple(window)}")
+            raise ValueError(
+                f"window: expected sides of 0 or more, None for an open side, got {tuple(window)}"
+            )
     return (window[0], window[1])
 
 

@@ -67,7 +67,7 @@ class Visibility:
 
     def sequence(self, batch: slice) -> Visibility:
         """The same for some of the sequences."""
-        if self.B == 1 or self._is_plain and isinstance(self.query_start, int):
+        if self.B == 1 or (self._is_plain and isinstance(self.query_start, int)):
             return replace(self, B=len(range(*batch.indices(self.B))))
         return replace(
             self,
@@ -217,7 +217,12 @@ def _run_ends(values: Tensor) -> tuple[Tensor, Tensor]:
     n = values.shape[1]
     index = torch.arange(n, device=values.device).expand_as(values)
     edge = values[:, 1:] != values[:, :-1]
-    first = torch.zeros_like(index).index_copy(1, index[0, 1:], torch.where(edge, index[:, 1:], 0)).cummax(1).values
+    first = (
+        torch.zeros_like(index)
+        .index_copy(1, index[0, 1:], torch.where(edge, index[:, 1:], 0))
+        .cummax(1)
+        .values
+    )
     last = torch.full_like(index, n - 1).index_copy(1, index[0, :-1], torch.where(edge, index[:, :-1], n - 1))
     return first, last.flip(1).cummin(1).values.flip(1)
 
@@ -274,11 +279,15 @@ def documents_from(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
     cu_seqlens = torch.as_tensor(cu_seqlens)
     check_integers("cu_seqlens", cu_seqlens)
     if cu_seqlens.ndim != 1 or len(cu_seqlens) == 0 or cu_seqlens[0] != 0:
-        raise ValueError(f"cu_seqlens: expected (n + 1,) running sums that start at 0, got {cu_seqlens.tolist()}")
+        raise ValueError(
+            f"cu_seqlens: expected (n + 1,) running sums that start at 0, got {cu_seqlens.tolist()}"
+        )
     lengths = cu_seqlens.diff()
     last = int(cu_seqlens[-1])
     total = last if total is None else total
     if (lengths < 0).any() or last > total:
-        raise ValueError(f"cu_seqlens: expected sums that never fall, up to {total}, got {cu_seqlens.tolist()}")
+        raise ValueError(
+            f"cu_seqlens: expected sums that never fall, up to {total}, got {cu_seqlens.tolist()}"
+        )
     ids = torch.arange(len(lengths), device=cu_seqlens.device).repeat_interleave(lengths)
     return torch.nn.functional.pad(ids, (0, total - last), value=-1)[None]

@@ -125,7 +125,7 @@ def _dropped(p: Problem, weights: Tensor) -> Tensor:
 
 def _at(weights: Tensor, keys: Tensor) -> Tensor:
     """Weights (B, H, L, S) at listed keys (B|1, L, K), 0 outside 0..S-1: (B, H, L, K)."""
-    B, H, L, S = weights.shape
+    B, H, _L, S = weights.shape
     keys = keys[:, None].expand(B, H, -1, -1)
     if S == 0:
         return weights.new_zeros(keys.shape)

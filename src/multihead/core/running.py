@@ -25,7 +25,9 @@ class Running:
         names: the row statistics that are wanted.
     """
 
-    def __init__(self, shape: tuple[int, ...], width: tuple[int, int], names: tuple[str, ...], like: Tensor) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], width: tuple[int, int], names: tuple[str, ...], like: Tensor
+    ) -> None:
         b, G, group, rows = shape
         # Per-row sums cost nothing beside the cells, so they are kept wide where the device can.
         wide = torch.float32 if like.device.type == "mps" else torch.float64
@@ -78,7 +80,9 @@ class Running:
         self.count = self.count + (scores.shape[-1] if visible is None else visible.sum(-1))
         self.top = new_top
 
-    def _add_positions(self, powers: Tensor, total: Tensor, before: Tensor, shrink: Tensor, first_key: int) -> None:
+    def _add_positions(
+        self, powers: Tensor, total: Tensor, before: Tensor, shrink: Tensor, first_key: int
+    ) -> None:
         some = torch.where(total == 0, 1, total)
         position = torch.arange(powers.shape[-1], dtype=powers.dtype, device=powers.device)
         mean = (powers @ position) / some

@@ -106,7 +106,9 @@ class Statistics:
                 known = ", ".join((*ROW_STATISTICS, *_NEEDS))
                 raise ValueError(f"statistics: unknown name {name!r}; known are {known}")
         if isinstance(pairs, Tensor):
-            raise TypeError("pairs: expected a sequence of tensors, one a list, got one tensor; write [pairs]")
+            raise TypeError(
+                "pairs: expected a sequence of tensors, one a list, got one tensor; write [pairs]"
+            )
         rows = {"lse", *names} if names else set(ROW_STATISTICS)
         put = object.__setattr__
         put(self, "names", tuple(name for name in ROW_STATISTICS if name in rows))
@@ -118,7 +120,11 @@ class Statistics:
     @property
     def asked(self) -> tuple[str, ...]:
         """Every name that the observation will have, in the order of the table."""
-        extra = (("class_mass", self.classes is not None), ("offset_mass", self.offsets), ("pair_mass", self.pairs))
+        extra = (
+            ("class_mass", self.classes is not None),
+            ("offset_mass", self.offsets),
+            ("pair_mass", self.pairs),
+        )
         return self.names + tuple(name for name, there in extra if there)
 
     def __contains__(self, name: str) -> bool:
@@ -169,7 +175,9 @@ def _number_of_classes(classes: Tensor | None, n_classes: int | None) -> int:
         return 0
     highest = int(classes.max()) + 1 if classes.numel() else 0
     if n_classes is not None and n_classes < highest:
-        raise ValueError(f"n_classes: expected at least {highest}, the highest class is {highest - 1}; got {n_classes}")
+        raise ValueError(
+            f"n_classes: expected at least {highest}, the highest class is {highest - 1}; got {n_classes}"
+        )
     return highest if n_classes is None else n_classes
 
 

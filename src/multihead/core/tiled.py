@@ -130,9 +130,15 @@ class _Attention(torch.autograd.Function):
         wanted = None if statistics is None else _with_names(statistics, also)
         found = _over_tiles(plain, wanted)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for name, x in found.items() if name != "output" and not _carries(name)))
+        ctx.mark_non_differentiable(
+            *(x for name, x in found.items() if name != "output" and not _carries(name))
+        )
         ctx.visibility, ctx.constants = problem.visibility, (problem.scale, problem.softcap)
-        ctx.dropout, ctx.statistics, ctx.names = (problem.dropout_p, problem.dropout_seed), wanted, tuple(found)
+        ctx.dropout, ctx.statistics, ctx.names = (
+            (problem.dropout_p, problem.dropout_seed),
+            wanted,
+            tuple(found),
+        )
         ctx.save_for_backward(query, key, value, bias, slopes, *found.values())
         return ctx.names, *found.values()
 

@@ -26,7 +26,7 @@ def block_sizes(problem: Problem) -> tuple[int, int]:
 def parts(problem: Problem) -> Iterator[tuple[slice, Problem]]:
     """The sequences to be worked on together: one at a time on a CPU, all at once elsewhere."""
     step = 1 if problem.query.device.type == "cpu" else max(1, problem.B)
-    if problem.B == step:
+    if step == problem.B:
         yield slice(0, step), problem
         return
     for b in range(0, problem.B, step):
@@ -109,7 +109,12 @@ class Tiling:
             return
         shown = by_group(take(take(p.bias, 2, tile.rows), 3, tile.keys) != -torch.inf, p)
         if not shown.all():
-            shape = len(shown), *shown.shape[1:3], tile.rows.stop - tile.rows.start, tile.keys.stop - tile.keys.start
+            shape = (
+                len(shown),
+                *shown.shape[1:3],
+                tile.rows.stop - tile.rows.start,
+                tile.keys.stop - tile.keys.start,
+            )
             visible = shown.expand(shape) if tile.visible is None else tile.visible & shown
             tile = replace(tile, visible=visible)
         yield tile
@@ -129,7 +134,9 @@ def scaled_queries(problem: Problem, rows: Index) -> Tensor:
     return query.reshape(query.shape[0], p.G, p.group * query.shape[2], p.D)
 
 
-def scores(problem: Problem, queries: Tensor, rows: Index, keys: Index, visible: Tensor | None) -> tuple[Tensor, Tensor]:
+def scores(
+    problem: Problem, queries: Tensor, rows: Index, keys: Index, visible: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Scores of a tile (b, G, H/G, l, s), -inf where invisible, and the softcap's tanh (the scores if there is none)."""
     p = problem
     key = p.key[:, :, keys].to(queries.dtype)
@@ -162,6 +169,8 @@ def kept(problem: Problem, batch: slice, tile: Tile, dtype: torch.dtype) -> Tens
         return None
     assert p.dropout_seed is not None
     device = p.query.device
-    index = (torch.arange(s.start, s.stop, device=device) for s in (batch, slice(0, p.H), tile.rows, tile.keys))
+    index = (
+        torch.arange(s.start, s.stop, device=device) for s in (batch, slice(0, p.H), tile.rows, tile.keys)
+    )
     keep = dropout.keep(p.dropout_seed, p.dropout_p, *index).to(dtype)
     return by_group(keep / (1 - p.dropout_p) if p.dropout_p < 1 else keep, p)
