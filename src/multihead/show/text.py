@@ -131,7 +131,8 @@ def legend(report: Report) -> RenderableType:
     entries = [
         Text.assemble(_letter(mark), " ", role) for role, mark in role_marks(report).items() if role in used
     ]
-    entries.append(Text.assemble((f" {NO_ROLE} ", "dim"), " no clear role"))
+    if "" in used:
+        entries.append(Text.assemble((f" {NO_ROLE} ", "dim"), " no clear role"))
     return Columns(entries, padding=(0, 2))
 
 
