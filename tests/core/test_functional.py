@@ -13,18 +13,19 @@ from multihead.core import functional, native
 
 ones = torch.ones
 WRONG = [
-    ({"key": ones(2, 3, 11, 4)}, ValueError, r"key: expected shape \(B=2, G=3, S=11, D=5\), got \(2, 3, 11, 4\): D .* is 4, not 5"),
-    ({"key": ones(3, 11, 5)}, ValueError, r"key: expected shape \(B=2, G, S, D=5\), got \(3, 11, 5\): 4 axes are needed, it has 3"),
+    ({"key": ones(2, 3, 11, 4)}, ValueError, r"key: .*\(B=2, G=3, S=11, D=5\), got \(2, 3, 11, 4\): D .* is 4, not 5"),
+    ({"key": ones(3, 11, 5)}, ValueError, r"key: .*\(B=2, G, S, D=5\), got \(3, 11, 5\): 4 axes are needed, it has 3"),
     ({"value": ones(2, 3, 12, 13)}, ValueError, r"value: .*S \(keys\) is 12, not 11"),
-    ({"key": ones(2, 4, 11, 5), "value": ones(2, 4, 11, 13)}, ValueError, "key: expected a number of heads G that divides the H=6"),
-    ({"key": ones(2, 3, 11, 5, dtype=torch.float64)}, TypeError, "key: expected torch.float32, as query is, got torch.float64"),
-    ({"value": ones(2, 3, 11, 13, device="meta")}, ValueError, "value: expected a tensor on cpu, as query is, got one on meta"),
+    ({"key": ones(2, 4, 11, 5), "value": ones(2, 4, 11, 13)}, ValueError, "key: .* divides the H=6 heads"),
+    ({"key": ones(2, 3, 11, 5, dtype=torch.float64)}, TypeError, "key: expected torch.float32, .*, got torch.float64"),
+    ({"value": ones(2, 3, 11, 13, device="meta")}, ValueError, "value: expected .* on cpu, .* got one on meta"),
     ({"query": ones(2, 6, 7, 5, dtype=torch.int64)}, TypeError, "query: expected floats, got torch.int64"),
-    ({"mask": ones(7, 11)}, TypeError, "mask: expected bool, True = may attend, got torch.float32; scores are added with bias="),
-    ({"mask": ones(7, 12, dtype=torch.bool)}, ValueError, r"mask: .* broadcasts to \(B=2, H=6, L=7, S=11\), got \(7, 12\)"),
+    ({"mask": ones(7, 11)}, TypeError, "mask: expected bool, .*got torch.float32; .*bias="),
+    ({"mask": ones(7, 12, dtype=torch.bool)}, ValueError, r"mask: .*\(B=2, H=6, L=7, S=11\), got \(7, 12\)"),
     ({"mask": ones(1, 2, 6, 7, 11, dtype=torch.bool)}, ValueError, "mask: .* broadcasts"),
     ({"bias": ones(7, 11, dtype=torch.bool)}, TypeError, "bias: expected floats, got torch.bool; .* mask="),
     ({"bias": ones(3, 7, 11)}, ValueError, "bias: .* broadcasts"),
+    ({"key": [1.0]}, TypeError, "key: expected a tensor, got list"),
     ({"window": (-1, 3)}, ValueError, "window: expected sides of 0 or more, None for an open side"),
     ({"window": 3}, ValueError, r"window: expected \(left, right\), got 3"),
     ({"alibi_slopes": ones(3)}, ValueError, r"alibi_slopes: expected shape \(H=6,\), got \(3,\)"),
@@ -87,7 +88,8 @@ def test_explain_tells_path_reason_and_work(lab, monkeypatch):
     monkeypatch.setattr(native, "can_use", lambda problem, statistics: "it rains")
     told = mh.explain(*lab.tensors(), causal=True)
     # Bottom-right causal, L=7, S=11: rows see 5 to 11 keys, 56 cells a head.
-    for line in ("path: tiled", "native: no, it rains", "GQA, B=2 H=6 G=3 L=7 S=11 D=5 E=13", f"{56 * 12:,} of", f"{2 * 56 * 12 * 18:,} FLOPs"):  # fmt: skip
+    sizes = "GQA, B=2 H=6 G=3 L=7 S=11 D=5 E=13"
+    for line in ("path: tiled", "native: no, it rains", sizes, f"{56 * 12:,} of", f"{2 * 56 * 12 * 18:,} FLOPs"):
         assert line in told
     assert "L x S" in mh.explain(*lab.tensors(), impl="reference")
 

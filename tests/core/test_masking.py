@@ -104,7 +104,8 @@ def test_spans_bounds_and_counts_are_those_of_the_dense_view(problem):
 
 
 SPANNED = [
-    "full", "causal", "starts", "window", "window open", "lengths", "no keys", "documents", "query mask", "mask of rows",
+    "full", "causal", "starts", "window", "window open", "lengths", "no keys", "documents", "query mask",
+    "mask of rows",
 ]  # fmt: skip
 
 

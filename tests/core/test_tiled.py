@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -46,11 +47,9 @@ def test_any_mix_of_options_is_the_definition(data):
         "dropout_p": lambda: 0.3,
     }
     names = draw(st.sets(st.sampled_from(sorted(makers)), max_size=5))
-    options = {name: makers[name]() for name in sorted(names)} | {"dropout_seed": 3}
+    options: dict[str, Any] = {name: makers[name]() for name in sorted(names)} | {"dropout_seed": 3}
     problem = functional.build_problem(floats(b, h, n, 5), floats(b, g, s, 5), floats(b, g, s, 7), **options)
-    asked = mh.Statistics(
-        classes=torch.arange(s) % 3, offsets=(-1, 1), pairs=[torch.zeros(n, 2, dtype=torch.int64)]
-    )
+    asked = mh.Statistics(classes=torch.arange(s) % 3, offsets=(-1, 1), pairs=[torch.zeros(n, 2, dtype=torch.int64)])
     whole, size = reference.forward(problem, asked), tiles.block_sizes
     try:
         tiles.block_sizes = lambda problem: (3, 4)
@@ -102,9 +101,7 @@ def test_statistics_are_exact_at_logits_of_1000():
     # Scores of whole numbers are exact in float32, so that only the formulas can err.
     scores = 1000 - torch.randint(0, 12, (7, 3001), generator=torch.Generator().manual_seed(1)).float()
     query, key = torch.eye(7), scores.T.contiguous()
-    found = mh.observe(
-        query[None, None], key[None, None], key[None, None], impl="tiled", scale=1.0
-    ).statistics
+    found = mh.observe(query[None, None], key[None, None], key[None, None], impl="tiled", scale=1.0).statistics
     for name, expected in exact_rows(query * 7**0.5, key).items():
         torch.testing.assert_close(found[name][0, 0].double(), expected, rtol=RELATIVE, atol=0)
 
@@ -121,13 +118,12 @@ def test_variance_of_a_sharp_head_far_from_the_start():
 @pytest.mark.parametrize("n", [1, 67, 300])
 def test_bits_do_not_depend_on_the_batch_or_on_padding(lab, n):
     query, key, value = lab.tensors(dtype=torch.float32, b=3, n_queries=n, n_keys=701, d=31)
-    options = {"causal": True}
     lengths = torch.tensor([601, 701, 300])
-    together = mh.observe(query, key, value, key_lengths=lengths, impl="tiled", **options)
+    together = mh.observe(query, key, value, key_lengths=lengths, impl="tiled", causal=True)
     for b, length in enumerate(lengths.tolist()):
         alone = mh.observe(
             query[b : b + 1], key[b : b + 1, :, :length], value[b : b + 1, :, :length], impl="tiled",
-            query_start=max(0, length - n), **options,
+            query_start=max(0, length - n), causal=True,
         )  # fmt: skip
         assert torch.equal(alone.output, together.output[b : b + 1])
         for name, x in alone.statistics.items():
@@ -135,9 +131,7 @@ def test_bits_do_not_depend_on_the_batch_or_on_padding(lab, n):
 
 
 def test_bits_do_not_depend_on_threads(lab):
-    query, key, value = (
-        x.requires_grad_() for x in lab.tensors(dtype=torch.float32, n_queries=131, n_keys=701)
-    )
+    query, key, value = (x.requires_grad_() for x in lab.tensors(dtype=torch.float32, n_queries=131, n_keys=701))
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2):

@@ -35,8 +35,11 @@ def check_shape(name: str, tensor: Tensor, axes: Sequence[str], sizes: dict[str,
         sizes: size of each letter so far; new letters are added.
 
     Raises:
+        TypeError: it is no tensor.
         ValueError: the number of axes or a size does not fit.
     """
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     shape = tensor.shape
     if len(shape) == len(axes):
         for letter, size in zip(axes, shape, strict=True):

@@ -20,7 +20,7 @@ _CELLS_AT_ONCE = 1 << 22
 
 @torch.no_grad()
 def weights(problem: Problem, lse: Tensor, rows: Index = ALL, keys: Index = ALL) -> Tensor:
-    """Exact weights of some rows and keys, each a slice or a tensor of indices: (B, H, l, s), 0 where invisible."""
+    """Exact weights of rows and keys, each a slice or a tensor of indices: (B, H, l, s), 0 where invisible."""
     p = problem
     visible = by_group(p.visible(rows, keys), p)
     cells, _ = scores(p, scaled_queries(p, rows), rows, keys, visible)
@@ -134,7 +134,7 @@ def _cell_of_each(size: int, m: int, device: torch.device) -> Tensor:
 
 
 def _cells_of(size: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The positions of each of m cells (m, width), and which of them are there: narrow cells are filled up."""
+    """The positions of each of m cells (m, width), and which are there: narrow cells are filled up."""
     edges = torch.tensor([i * size // m for i in range(m + 1)], device=device)
     width = -(-size // m)
     positions = edges[:-1, None] + torch.arange(width, device=device)

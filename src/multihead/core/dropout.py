@@ -1,8 +1,8 @@
 """Which weights dropout keeps: a counter-based generator, so that no path, tiling or thread changes the mask.
 
-Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Cell (b, h, i, j) takes word
-j % 4 of the counter (j // 4, i, h, b) under the key (seed's low half, seed's high half), and is kept when that word is
-at least p * 2^32.
+Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Cell (b, h, i, j) takes
+word j % 4 of the counter (j // 4, i, h, b) under the key (seed's low half, seed's high half), and is kept when that
+word is at least p * 2^32.
 """
 
 from __future__ import annotations

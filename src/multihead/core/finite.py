@@ -29,7 +29,7 @@ def product(weights: Tensor, values: Tensor, visible: Tensor | None) -> Tensor:
 
 
 def _exact_product(weights: Tensor, values: Tensor, visible: Tensor) -> Tensor:
-    """What is finite by one product; then what IEEE gives for visible terms of NaN, Inf and 0 * Inf, by counting them."""
+    """The finite part by one product; NaN, Inf and 0 * Inf by counting the visible terms that give them."""
 
     def count(cells: Tensor, marks: Tensor) -> Tensor:
         return cells.to(values.dtype) @ marks.to(values.dtype) > 0

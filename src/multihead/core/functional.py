@@ -40,7 +40,7 @@ def attention(
     dropout_seed: int | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """Multi-head attention: softmax over the visible keys of softcap(scale * q.k) + bias + ALiBi, times the values.
+    """Multi-head attention: softmax over visible keys of softcap(scale * q.k) + bias + ALiBi, times v.
 
     Args:
         query: (B, H, L, D), float.
@@ -54,7 +54,8 @@ def attention(
         key_lengths: (B,), sequence b has keys j < key_lengths[b].
         query_mask: (B, L), False = a row of padding: zeros out, in no statistic.
         document_ids: (B, S), -1 = padding; a query sees the keys of the document at its p.
-        query_start: int or (B,), by default S - L, or max(0, key_lengths - L) with lengths; 0 is PyTorch's is_causal.
+        query_start: int or (B,), by default S - L, or max(0, key_lengths - L) with lengths; 0 is PyTorch's
+            is_causal.
         scale: by default 1 / sqrt(D).
         softcap: c in c * tanh(x / c).
         sinks: (H,), one more logit a head, that takes weight and gives no value.
@@ -66,7 +67,7 @@ def attention(
         (B, H, L, E) in the query's type. A row that sees no key is zeros.
 
     Raises:
-        ValueError, TypeError: an argument does not fit, or a forced `impl` cannot serve; the message says why.
+        ValueError, TypeError: an argument does not fit, or a forced `impl` cannot serve.
 
     Example:
         >>> query, key, value = torch.randn(1, 8, 5, 16), torch.randn(1, 2, 7, 16), torch.randn(1, 2, 7, 16)
@@ -120,7 +121,7 @@ def explain(
     impl: str = "auto",
     **options,
 ) -> str:
-    """Tell which path `attention` (or `observe`, given statistics) would take and why, its memory and its FLOPs."""
+    """Tell which path `attention` (`observe`, given statistics) would take, why, its memory and its FLOPs."""
     problem = build_problem(query, key, value, **options)
     path = choose(problem, statistics, impl)
     reason = why_not_native(problem, statistics)
@@ -204,15 +205,11 @@ def build_problem(
 
     if mask is not None:
         if mask.dtype is not torch.bool:
-            raise TypeError(
-                f"mask: expected bool, True = may attend, got {mask.dtype}; scores are added with bias="
-            )
+            raise TypeError(f"mask: expected bool, True = may attend, got {mask.dtype}; scores are added with bias=")
         mask = check_broadcast("mask", mask, "BHLS", sizes)
     if bias is not None:
         if not bias.dtype.is_floating_point:
-            raise TypeError(
-                f"bias: expected floats, got {bias.dtype}; what may be attended is said with mask="
-            )
+            raise TypeError(f"bias: expected floats, got {bias.dtype}; what may be attended is said with mask=")
         bias = check_broadcast("bias", bias, "BHLS", sizes)
     if alibi_slopes is not None:
         _check_floats("alibi_slopes", alibi_slopes, sizes)
@@ -256,22 +253,16 @@ def build_problem(
         ("document_ids", document_ids),
     ):
         if tensor is not None and tensor.device != device:
-            raise ValueError(
-                f"{name}: expected a tensor on {device}, as query is, got one on {tensor.device}"
-            )
+            raise ValueError(f"{name}: expected a tensor on {device}, as query is, got one on {tensor.device}")
     if scale is None:
         scale = 1 / math.sqrt(sizes["D"]) if sizes["D"] else 1.0
-    return Problem(
-        query, key, value, visibility, scale, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed
-    )
+    return Problem(query, key, value, visibility, scale, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed)
 
 
 def _check_kinds(query: Tensor, key: Tensor, value: Tensor, sizes: dict[str, int]) -> None:
     H, G = sizes["H"], sizes["G"]
     if (H % G if G else H) != 0:
-        raise ValueError(
-            f"key: expected a number of heads G that divides the H={H} heads of query, got G={G}"
-        )
+        raise ValueError(f"key: expected a number of heads G that divides the H={H} heads of query, got G={G}")
     dtype = query.dtype
     if not dtype.is_floating_point:
         raise TypeError(f"query: expected floats, got {dtype}")
@@ -279,9 +270,7 @@ def _check_kinds(query: Tensor, key: Tensor, value: Tensor, sizes: dict[str, int
         if tensor.dtype is not dtype:
             raise TypeError(f"{name}: expected {dtype}, as query is, got {tensor.dtype}")
         if tensor.device != query.device:
-            raise ValueError(
-                f"{name}: expected a tensor on {query.device}, as query is, got one on {tensor.device}"
-            )
+            raise ValueError(f"{name}: expected a tensor on {query.device}, as query is, got one on {tensor.device}")
 
 
 def _check_floats(name: str, tensor: Tensor, sizes: dict[str, int]) -> None:
@@ -295,9 +284,7 @@ def _check_window(window: Window) -> Window:
         raise ValueError(f"window: expected (left, right), got {window!r}")
     for side in window:
         if side is not None and (not isinstance(side, int) or side < 0):
-            raise ValueError(
-                f"window: expected sides of 0 or more, None for an open side, got {tuple(window)}"
-            )
+            raise ValueError(f"window: expected sides of 0 or more, None for an open side, got {tuple(window)}")
     return (window[0], window[1])
 
 

@@ -1,13 +1,14 @@
 """Which keys each query sees, as spans for a kernel and as a dense view for the definition.
 
-Query i stands at position p = query_start + i among the keys. A key j is visible to it when all of these hold that
-were given: j <= p (causal), p - left <= j <= p + right (window), j < key_lengths, mask, document_ids[j] equal to
-document_ids[p], query_mask[i].
+Query i stands at position p = query_start + i among the keys. A key j is visible to it when all of these hold
+that were given: j <= p (causal), p - left <= j <= p + right (window), j < key_lengths, mask, document_ids[j] equal
+to document_ids[p], query_mask[i].
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -96,7 +97,7 @@ class Visibility:
         return visible[:, None]
 
     def at(self, rows: Index, keys: Tensor) -> Tensor:
-        """Whether rows see listed keys (B|1, l, K), each anywhere: bool (B|1, H|1, l, K); False outside 0..S-1."""
+        """Whether rows see listed keys (B|1, l, K): bool (B|1, H|1, l, K); False outside 0..S-1."""
         inside = (keys >= 0) & (keys < self.S)
         keys = keys.clamp(0, max(self.S - 1, 0))
         visible = (inside & self._dense_rules(rows, keys))[:, None]
@@ -158,9 +159,13 @@ class Visibility:
     def spans(self) -> tuple[Tensor, Tensor] | None:
         """The keys that each row sees as one run [begin, end), where that is exact: two int32 (B|1, L).
 
-        A row that sees nothing is (0, 0). None when some row's keys have a gap, or heads differ. Memory is O(B(L + S))
-        beside what the caller gave.
+        A row that sees nothing is (0, 0). None when some row's keys have a gap, or heads differ. Memory is
+        O(B(L + S)) beside what the caller gave.
         """
+        return self._spans
+
+    @cached_property
+    def _spans(self) -> tuple[Tensor, Tensor] | None:
         if self.mask is not None and self.mask.shape[1] > 1:
             return None
         if self.document_ids is not None and not _in_runs(self.document_ids):
@@ -183,7 +188,7 @@ class Visibility:
         return torch.cat(blocks, -1)
 
     def _document_bounds(self, p: Tensor) -> tuple[Tensor, Tensor]:
-        """First and one past the last key of the document at each p (B|1, L): two (B, L), (0, 0) where there is none."""
+        """First and one past the last key of the document at each p (B|1, L): two (B, L), (0, 0) if none."""
         ids = self.document_ids
         assert ids is not None
         p = p.expand(len(ids), -1)
@@ -217,12 +222,7 @@ def _run_ends(values: Tensor) -> tuple[Tensor, Tensor]:
     n = values.shape[1]
     index = torch.arange(n, device=values.device).expand_as(values)
     edge = values[:, 1:] != values[:, :-1]
-    first = (
-        torch.zeros_like(index)
-        .index_copy(1, index[0, 1:], torch.where(edge, index[:, 1:], 0))
-        .cummax(1)
-        .values
-    )
+    first = torch.zeros_like(index).index_copy(1, index[0, 1:], torch.where(edge, index[:, 1:], 0)).cummax(1).values
     last = torch.full_like(index, n - 1).index_copy(1, index[0, :-1], torch.where(edge, index[:, :-1], n - 1))
     return first, last.flip(1).cummin(1).values.flip(1)
 
@@ -241,7 +241,7 @@ def _in_runs(ids: Tensor) -> bool:
 
 
 def _mask_runs(mask: Tensor, S: int) -> tuple[Tensor, Tensor] | None:
-    """The one run of True in each row of a mask (B|1, L|1, S|1), two int64 (B|1, L|1), or None where a row has a gap."""
+    """The run of True in each row of a mask (B|1, L|1, S|1), two int64 (B|1, L|1); None where one has a gap."""
     if mask.shape[-1] != S or S == 0:
         some = mask.any(-1)
         return torch.zeros_like(some, dtype=torch.int64), torch.where(some, S, 0)
@@ -266,7 +266,7 @@ def documents_from(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
     """Document ids (1, S) of sequences packed one after another.
 
     Args:
-        cu_seqlens: (n + 1,) integers, the running sum of the lengths, from 0, as in FlashAttention's varlen calls.
+        cu_seqlens: (n + 1,) integers, running sums of the lengths from 0, as in FlashAttention's varlen calls.
         total: S, when the packed tensor is longer than the last sum; the rest is padding, -1.
 
     Raises:
@@ -279,15 +279,11 @@ def documents_from(cu_seqlens: Tensor, total: int | None = None) -> Tensor:
     cu_seqlens = torch.as_tensor(cu_seqlens)
     check_integers("cu_seqlens", cu_seqlens)
     if cu_seqlens.ndim != 1 or len(cu_seqlens) == 0 or cu_seqlens[0] != 0:
-        raise ValueError(
-            f"cu_seqlens: expected (n + 1,) running sums that start at 0, got {cu_seqlens.tolist()}"
-        )
+        raise ValueError(f"cu_seqlens: expected (n + 1,) running sums that start at 0, got {cu_seqlens.tolist()}")
     lengths = cu_seqlens.diff()
     last = int(cu_seqlens[-1])
     total = last if total is None else total
     if (lengths < 0).any() or last > total:
-        raise ValueError(
-            f"cu_seqlens: expected sums that never fall, up to {total}, got {cu_seqlens.tolist()}"
-        )
+        raise ValueError(f"cu_seqlens: expected sums that never fall, up to {total}, got {cu_seqlens.tolist()}")
     ids = torch.arange(len(lengths), device=cu_seqlens.device).repeat_interleave(lengths)
     return torch.nn.functional.pad(ids, (0, total - last), value=-1)[None]

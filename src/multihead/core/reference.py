@@ -1,4 +1,4 @@
-"""The definition of attention in plain einsum: quadratic, readable, any float type. Tests hold the rest against it.
+"""The definition of attention in plain einsum: quadratic, any float type. Tests hold the rest against it.
 
 s = softcap(scale * q.k) + bias - slope * |p - j|, A = softmax of s over the visible keys, output = A @ v.
 """

@@ -1,8 +1,8 @@
-"""The running sums of a block of rows while blocks of keys pass by: softmax, output and statistics in one pass.
+"""Running sums of a block of rows while blocks of keys pass by: softmax, output and statistics in one pass.
 
-With m the largest score so far and e = exp(s - m): sum e, sum e v, sum e (s - m), sum e^2, and the mean and the sum of
-squares of positions, merged by Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing
-sample variances" (1979). When m grows, what was summed shrinks by exp(m_old - m_new).
+With m the largest score so far and e = exp(s - m): sum e, sum e v, sum e (s - m), sum e^2, and the mean and the
+sum of squares of positions, merged by Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for
+computing sample variances" (1979). When m grows, what was summed shrinks by exp(m_old - m_new).
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ class Running:
         names: the row statistics that are wanted.
     """
 
-    def __init__(
-        self, shape: tuple[int, ...], width: tuple[int, int], names: tuple[str, ...], like: Tensor
-    ) -> None:
+    def __init__(self, shape: tuple[int, ...], width: tuple[int, int], names: tuple[str, ...], like: Tensor) -> None:
         b, G, group, rows = shape
         # Per-row sums cost nothing beside the cells, so they are kept wide where the device can.
         wide = torch.float32 if like.device.type == "mps" else torch.float64
@@ -80,9 +78,7 @@ class Running:
         self.count = self.count + (scores.shape[-1] if visible is None else visible.sum(-1))
         self.top = new_top
 
-    def _add_positions(
-        self, powers: Tensor, total: Tensor, before: Tensor, shrink: Tensor, first_key: int
-    ) -> None:
+    def _add_positions(self, powers: Tensor, total: Tensor, before: Tensor, shrink: Tensor, first_key: int) -> None:
         some = torch.where(total == 0, 1, total)
         position = torch.arange(powers.shape[-1], dtype=powers.dtype, device=powers.device)
         mean = (powers @ position) / some
@@ -97,7 +93,7 @@ class Running:
         self.spread = shrink * self.spread + spread + step * step * (before * total / some_all)
 
     def finish(self) -> dict[str, Tensor]:
-        """The output (b, H, l, E), class_mass (b, H, l, C), and all that is (b, H, l), statistics of no keys included."""
+        """The output (b, H, l, E), class_mass (b, H, l, C), and every row statistic (b, H, l), by name."""
         empty = self.count == 0
         # Visible scores that are all -inf have no softmax: 0 / 0.
         total = torch.where(empty, 1, torch.where(self.total == 0, torch.nan, self.total))

@@ -17,7 +17,7 @@ class Statistic:
 
     Args:
         axes: layout of the tensor, in the letters of `axes.LETTERS`; k and N count what was asked.
-        meaning: one line; A are a row's weights on its visible keys before dropout, s its scores, p its position.
+        meaning: one line; A are a row's weights on its keys before dropout, s its scores, p its position.
         without_keys: the value in a row that sees no key.
         carries_gradient: whether autograd passes through it.
     """
@@ -73,7 +73,7 @@ class Statistics:
         classes: integers (S,) or (B, S), the class of each key, -1 = in no class; gives `class_mass`.
         n_classes: C, by default one more than the highest class.
         offsets: integers k; gives `offset_mass`, the weight at j = p + k.
-        pairs: integers (L, K) or (B, L, K), one tensor a list: the set of keys a row, -1 = none; gives `pair_mass`.
+        pairs: integers (L, K) or (B, L, K), each the set of keys of a row, -1 = none; gives `pair_mass`.
 
     Raises:
         ValueError: an unknown name, or a name whose argument is missing.
@@ -106,9 +106,7 @@ class Statistics:
                 known = ", ".join((*ROW_STATISTICS, *_NEEDS))
                 raise ValueError(f"statistics: unknown name {name!r}; known are {known}")
         if isinstance(pairs, Tensor):
-            raise TypeError(
-                "pairs: expected a sequence of tensors, one a list, got one tensor; write [pairs]"
-            )
+            raise TypeError("pairs: expected a sequence of tensors, one a list, got one tensor; write [pairs]")
         rows = {"lse", *names} if names else set(ROW_STATISTICS)
         put = object.__setattr__
         put(self, "names", tuple(name for name in ROW_STATISTICS if name in rows))
@@ -150,7 +148,7 @@ class Statistics:
         return (classes[:, :, None] == torch.arange(self.n_classes, device=device)).to(dtype)
 
     def pair_keys(self, device: torch.device) -> list[Tensor]:
-        """Each list of keys as sets (B|1, L, K): a key named twice in a row counts once, -1 = no key."""
+        """Lists of keys as sets (B|1, L, K): a key named twice in a row counts once, -1 = no key."""
         return [_as_sets(keys.to(device) if keys.ndim == 3 else keys.to(device)[None]) for keys in self.pairs]
 
 
@@ -175,9 +173,7 @@ def _number_of_classes(classes: Tensor | None, n_classes: int | None) -> int:
         return 0
     highest = int(classes.max()) + 1 if classes.numel() else 0
     if n_classes is not None and n_classes < highest:
-        raise ValueError(
-            f"n_classes: expected at least {highest}, the highest class is {highest - 1}; got {n_classes}"
-        )
+        raise ValueError(f"n_classes: expected at least {highest}, the highest class is {highest - 1}; got {n_classes}")
     return highest if n_classes is None else n_classes
 
 

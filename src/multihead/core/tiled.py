@@ -1,7 +1,7 @@
-"""Attention over tiles of queries x keys in plain PyTorch: any device, every form, every statistic, linear memory.
+"""Attention over tiles of queries x keys in plain PyTorch: any device, every form and statistic, linear memory.
 
-The forward pass keeps a running softmax (Milakov and Gimelshein, arXiv:1805.02867); the backward pass makes the weights
-again from each row's maximum and sum (Dao et al., arXiv:2205.14135, section 3).
+The forward pass keeps a running softmax (Milakov and Gimelshein, arXiv:1805.02867); the backward pass makes the
+weights again from each row's maximum and sum (Dao et al., arXiv:2205.14135, section 3).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def forward(problem: Problem, statistics: Statistics | None = None) -> Observati
 
 
 def working_bytes(problem: Problem) -> int:
-    """Bytes of work space beside inputs and outputs: some copies of a tile, and the sums of a block of rows."""
+    """Bytes of work space beside inputs and outputs: copies of a tile, and the sums of a block of rows."""
     rows, keys = block_sizes(problem)
     rows, keys = min(rows, max(problem.L, 1)), min(keys, max(problem.S, 1))
     together = 1 if problem.query.device.type == "cpu" else problem.B
@@ -130,9 +130,7 @@ class _Attention(torch.autograd.Function):
         wanted = None if statistics is None else _with_names(statistics, also)
         found = _over_tiles(plain, wanted)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(
-            *(x for name, x in found.items() if name != "output" and not _carries(name))
-        )
+        ctx.mark_non_differentiable(*(x for name, x in found.items() if name != "output" and not _carries(name)))
         ctx.visibility, ctx.constants = problem.visibility, (problem.scale, problem.softcap)
         ctx.dropout, ctx.statistics, ctx.names = (
             (problem.dropout_p, problem.dropout_seed),
@@ -152,7 +150,8 @@ class _Attention(torch.autograd.Function):
         )  # fmt: skip
         named = dict(zip(ctx.names, found, strict=True))
         incoming = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
-        needs = dict(zip(("query", "key", "value", "bias", "slopes"), ctx.needs_input_grad[:5], strict=True))
+        inputs = ("query", "key", "value", "bias", "slopes")
+        needs: dict[str, bool] = dict(zip(inputs, ctx.needs_input_grad[:5], strict=True))
         made = gradients(problem, ctx.statistics, named, incoming, needs)
         return *(made.get(name) for name in needs), None, None
 

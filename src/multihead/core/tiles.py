@@ -1,6 +1,6 @@
 """A problem cut into tiles of queries x keys: which tiles there are, and the scores inside one.
 
-A tile's cells are laid out (b, G, H/G, l, s), so that keys and values are read once for all query heads of a group.
+A tile's cells are laid out (b, G, H/G, l, s), so that keys and values are read once for the heads of a group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .problem import Problem
 
 
 def block_sizes(problem: Problem) -> tuple[int, int]:
-    """Queries and keys of a tile. They depend on L only, so that a sequence's bits do not depend on its neighbours."""
+    """Queries and keys of a tile. They depend on L only: a sequence's bits do not depend on its neighbours."""
     rows, keys = (128, 512) if problem.query.device.type == "cpu" else (1024, 1024)
     rows = min(rows, max(problem.L, 1))
     return rows, keys if rows > 32 else 4 * keys
@@ -137,7 +137,7 @@ def scaled_queries(problem: Problem, rows: Index) -> Tensor:
 def scores(
     problem: Problem, queries: Tensor, rows: Index, keys: Index, visible: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Scores of a tile (b, G, H/G, l, s), -inf where invisible, and the softcap's tanh (the scores if there is none)."""
+    """Scores of a tile (b, G, H/G, l, s), -inf where invisible, and the softcap's tanh (scores without one)."""
     p = problem
     key = p.key[:, :, keys].to(queries.dtype)
     cells = (queries @ key.mT).unflatten(2, (p.group, queries.shape[2] // p.group if p.group else 0))
@@ -169,8 +169,6 @@ def kept(problem: Problem, batch: slice, tile: Tile, dtype: torch.dtype) -> Tens
         return None
     assert p.dropout_seed is not None
     device = p.query.device
-    index = (
-        torch.arange(s.start, s.stop, device=device) for s in (batch, slice(0, p.H), tile.rows, tile.keys)
-    )
+    index = (torch.arange(s.start, s.stop, device=device) for s in (batch, slice(0, p.H), tile.rows, tile.keys))
     keep = dropout.keep(p.dropout_seed, p.dropout_p, *index).to(dtype)
     return by_group(keep / (1 - p.dropout_p) if p.dropout_p < 1 else keep, p)
