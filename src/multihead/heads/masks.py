@@ -1,0 +1,310 @@
+"""The mask side of Hugging Face's attention interface: a mask stays bounds and lengths, never L x S cells.
+
+A model asks for its mask once a forward and hands it, untouched, to every layer. `make_mask` answers with a
+`MaskTensor`: to the model's code it is the 4-D boolean mask that SDPA would have got, but it holds no cells.
+Our attention function reads its `visibility`; what else touches it gets the cells, made at that moment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from ..core import masking
+from ..core.axes import Index, take
+from .mask_rules import is_causal, recognise
+
+_CELLS_AT_ONCE = 1 << 22
+V = TypeVar("V", bound=masking.Visibility)
+
+
+@dataclass(frozen=True, eq=False)
+class ModelVisibility(masking.Visibility):
+    """The visibility of one forward, shared by its layers, so that spans are made once.
+
+    Args:
+        runs: begin and end, int64 (B|1, L): the keys of each row, of a rule that no other field can say.
+    """
+
+    runs: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.runs is None and super()._is_plain
+
+    @property
+    def is_batchless(self) -> bool:
+        """Whether it says nothing of single sequences, so that it serves any B."""
+        per_sequence = (self.mask, self.key_lengths, self.document_ids, self.query_mask, self.runs)
+        return isinstance(self.query_start, int) and all(value is None for value in per_sequence)
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        begin, end = super().bounds()
+        if self.runs is None:
+            return begin, end
+        begin, end = torch.maximum(begin, self.runs[0]), torch.minimum(end, self.runs[1])
+        some = begin < end
+        return torch.where(some, begin, 0), torch.where(some, end, 0)
+
+    def _dense_rules(self, rows: Index, j: Tensor) -> Tensor:
+        visible = super()._dense_rules(rows, j)
+        if self.runs is None:
+            return visible
+        begin, end = (take(edge, 1, rows)[:, :, None] for edge in self.runs)
+        return visible & (j >= begin) & (j < end)
+
+    def sequence(self, batch: slice) -> ModelVisibility:
+        runs = self.runs
+        part = cast(ModelVisibility, super().sequence(batch))
+        return part if runs is None else replace(part, runs=(take(runs[0], 0, batch), take(runs[1], 0, batch)))
+
+
+def to_device(visibility: V, device: torch.device) -> V:
+    """The same visibility on another device."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(moved(part) for part in value)
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    fields = {field.name: moved(getattr(visibility, field.name)) for field in dataclasses.fields(visibility)}
+    return replace(visibility, **{**fields, "device": device})
+
+
+class MaskTensor(Tensor):
+    """A boolean mask (B, 1, L, S), True = may attend, that makes its cells only when something reads them.
+
+    Attributes:
+        visibility: which keys each query sees.
+        key_padding: (B, S), False at padding keys, or None where there is none.
+    """
+
+    visibility: ModelVisibility
+    key_padding: Tensor | None
+    _fitted: dict[tuple[int, int], ModelVisibility]
+
+    @staticmethod
+    def of(visibility: ModelVisibility, key_padding: Tensor | None) -> MaskTensor:
+        nothing = torch.zeros(1, dtype=torch.bool, device=visibility.device)
+        mask = nothing.expand(visibility.B, 1, visibility.L, visibility.S).as_subclass(MaskTensor)
+        mask.visibility, mask.key_padding = visibility, key_padding
+        mask._fitted = {}
+        return mask
+
+    def fitted(self, B: int, H: int, L: int, S: int) -> ModelVisibility:
+        """The visibility for a layer of these sizes; layers of equal sizes get the same object.
+
+        Raises:
+            ValueError: the layer has another number of queries or keys than the mask was made for.
+        """
+        if (B, H) not in self._fitted:
+            seen = self.visibility
+            if (L, S) != (seen.L, seen.S) or (B != seen.B and not seen.is_batchless):
+                raise ValueError(
+                    f"attention_mask: the model made it for (B={seen.B}, L={seen.L}, S={seen.S}), "
+                    f"a layer has (B={B}, L={L}, S={S})"
+                )
+            self._fitted[B, H] = replace(seen, B=B, H=H)
+        return self._fitted[B, H]
+
+    def cells(self) -> Tensor:
+        """The mask as a plain tensor: bool (B, 1, L, S)."""
+        # Padding queries are open here as in SDPA's mask: models that read masks expect that.
+        visible = replace(self.visibility, query_mask=None).dense()
+        return visible.expand(self.visibility.B, 1, -1, -1)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in _ABOUT_THE_SHAPE:
+            return super().__torch_function__(func, types, args, kwargs)
+        if func in _SAME_CELLS and isinstance(args[0], MaskTensor):
+            return args[0]
+        if func is Tensor.to and isinstance(args[0], MaskTensor):
+            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            if dtype in (None, torch.bool):
+                return args[0] if device in (None, args[0].device) else args[0]._moved(device)
+        if func in _ADDITION:
+            raise RuntimeError(
+                "this model adds its attention mask to scores that it computes itself: it bypasses Hugging "
+                'Face\'s attention interface, and attn_implementation="multihead" cannot serve it; load it '
+                'with "eager"'
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*_with_cells(args), **_with_cells(kwargs))
+
+    def _moved(self, device: torch.device) -> MaskTensor:
+        padding = None if self.key_padding is None else self.key_padding.to(device)
+        return MaskTensor.of(to_device(self.visibility, device), padding)
+
+    def __repr__(self, *, tensor_contents=None) -> str:
+        return f"MaskTensor(shape={tuple(self.shape)}, {self.visibility})"
+
+
+_ABOUT_THE_SHAPE = {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.ndimension,
+    Tensor.numel,
+    Tensor.is_floating_point,
+    Tensor.is_contiguous,
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "ndim", "dtype", "device", "is_cuda", "layout", "requires_grad", "grad_fn")
+    ),
+}
+_SAME_CELLS = {Tensor.contiguous, Tensor.detach, Tensor.clone, Tensor.bool}
+_ADDITION = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
+
+
+def _with_cells(value: Any) -> Any:
+    if isinstance(value, MaskTensor):
+        return value.cells()
+    if isinstance(value, (tuple, list)):
+        return type(value)(_with_cells(part) for part in value)
+    if isinstance(value, dict):
+        return {key: _with_cells(part) for key, part in value.items()}
+    return value
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: Callable | None = None,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = True,
+    device: torch.device | str | None = None,
+    cache_position: Tensor | None = None,
+    **unused: Any,
+) -> MaskTensor:
+    """The mask function registered with `transformers.AttentionMaskInterface`.
+
+    Args:
+        batch_size, q_length, kv_length: B, L, S.
+        q_offset, kv_offset: positions of the first query and of the first key in the model's own counting.
+        mask_function: the rule, of (batch, head, query, key) indices.
+        attention_mask: (B, at least as long as the keys seen so far), True at real tokens.
+        use_vmap: whether an unknown rule must see one cell at a time; early releases never say, always do.
+        cache_position: (L,), how early releases give q_length and q_offset.
+
+    Returns:
+        A mask (B, 1, L, S).
+    """
+    if q_length is None:
+        assert cache_position is not None
+        q_length, q_offset, device = len(cache_position), cache_position[0], cache_position.device
+    device = device or "cpu"
+    start, first_key = int(q_offset), int(kv_offset)
+    keys = _key_padding(attention_mask, first_key, kv_length, device)
+    rule: dict[str, Any] = {}
+    bounds = recognise(mask_function) if mask_function is not None else None
+    if bounds is not None:
+        rule = {"causal": bounds.causal, "window": (bounds.left, bounds.right), "document_ids": bounds.packed}
+        if bounds.chunk is not None:
+            size, left_padding = bounds.chunk
+            j = torch.arange(first_key, first_key + kv_length, device=device)
+            # S is added so that no chunk, of padding either, has the number -1: padding is the mask's affair.
+            rule["document_ids"] = (j - left_padding.to(device)[:, None]) // size + kv_length
+    elif mask_function is not None:
+        q = torch.arange(start, start + q_length, device=device)
+        k = torch.arange(first_key, first_key + kv_length, device=device)
+        rule = _evaluate(mask_function, use_vmap, batch_size, q, k)
+    mask = rule.pop("mask", None)
+    if keys is not None:
+        mask = keys[:, None, None, :] if mask is None else mask & keys[:, None, None, :]
+    own = mask_function is not None and is_causal(mask_function)
+    rows = _real_queries(keys, start - first_key, q_length) if own else None
+    visibility = ModelVisibility(
+        batch_size,
+        1,
+        q_length,
+        kv_length,
+        query_start=start - first_key,
+        mask=mask,
+        query_mask=rows,
+        device=device,
+        **rule,
+    )
+    return MaskTensor.of(visibility, keys)
+
+
+def _key_padding(attention_mask: Tensor | None, first_key: int, S: int, device) -> Tensor | None:
+    """Which of the S keys are real tokens, (B, S), None when all are; those beyond the mask are not."""
+    if attention_mask is None:
+        return None
+    real = attention_mask.to(device, torch.bool)
+    real = torch.nn.functional.pad(real, (0, max(0, first_key + S - real.shape[1])))[:, first_key : first_key + S]
+    return None if bool(real.all()) else real
+
+
+def _real_queries(keys: Tensor | None, start: int, L: int) -> Tensor | None:
+    """Which queries of a self-attention are real tokens, (B, L), or None when all are."""
+    if keys is None:
+        return None
+    rows = keys[:, start : start + L]
+    return None if rows.shape[1] < L or bool(rows.all()) else rows
+
+
+def _evaluate(rule: Callable, use_vmap: bool, B: int, q: Tensor, k: Tensor) -> dict[str, Any]:
+    """An unknown rule, some rows at a time: runs where each row sees one, else cells, bool (B, 1, L, S)."""
+    step = max(1, _CELLS_AT_ONCE // max(1, B * len(k)))
+    blocks = [q[i : i + step] for i in range(0, max(1, len(q)), step)]
+    runs = []
+    for rows in blocks:
+        run = masking._mask_runs(_cells(rule, use_vmap, B, rows, k)[:, 0], len(k))
+        if run is None:
+            return {"mask": torch.cat([_cells(rule, use_vmap, B, rows, k) for rows in blocks], 2)}
+        runs.append(run)
+    begins, ends = zip(*runs, strict=True)
+    return {"runs": (torch.cat(begins, 1), torch.cat(ends, 1))}
+
+
+def _cells(rule: Callable, use_vmap: bool, B: int, q: Tensor, k: Tensor) -> Tensor:
+    """Cells of a rule: bool (B, 1, len(q), len(k)). Both ways are those of transformers' own `sdpa_mask`."""
+    b, h = torch.arange(B, device=q.device), torch.zeros(1, dtype=torch.int64, device=q.device)
+    if not use_vmap:
+        cells = rule(b[:, None, None, None], h[None, :, None, None], q[None, None, :, None], k[None, None, None, :])
+        return cells.expand(B, 1, len(q), len(k))
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+        rule = torch.vmap(rule, in_dims=dims, out_dims=0)
+    with TransformGetItemToIndex():
+        return rule(b, h, q, k)
+
+
+def read_mask(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """A caller's own mask (B|1, H|1, L|1, S|1) as a boolean one and a bias, None for what it does not say.
+
+    Of a float mask, values at or below the lowest of its type, and -inf, hide a key; the others are a bias.
+
+    Raises:
+        TypeError: it holds integers.
+    """
+    if mask.dtype is torch.bool:
+        return mask, None
+    if not mask.is_floating_point():
+        raise TypeError(f"attention_mask: expected a boolean mask or a float one to add, got {mask.dtype}")
+    # All layers get one tensor, so its reading stays with it; not where it can change unseen.
+    lasting = not mask.requires_grad and not mask.is_inference()
+    known = getattr(mask, "_multihead_reading", None) if lasting else None
+    if known is not None and known[0] == mask._version:
+        return known[1]
+    hidden = mask <= torch.finfo(mask.dtype).min
+    bias = mask.masked_fill(hidden, 0)
+    reading = (
+        ~hidden if bool(hidden.any()) else None,
+        bias if mask.requires_grad or bool(bias.any()) else None,
+    )
+    if lasting:
+        mask._multihead_reading = (mask._version, reading)  # pyright: ignore[reportAttributeAccessIssue]
+    return reading
