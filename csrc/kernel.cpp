@@ -341,11 +341,11 @@ class Kernel {
   void finish(int64_t b, const Row& row, const Gathered& g, int r, const float* o) const {
     const int64_t at = (b * f.H + row.h) * f.L + row.i;
     const bool empty = row.span.begin >= row.span.end;
-    const bool infinite = std::isinf(g.max[r]);
-    // Every visible score is -inf: 0 / 0, as in the definition.
-    const double total = !empty && g.max[r] == -kInfinity ? kNaN : g.total[r];
-    const double max = double(g.max[r]) * kLn2;
-    const double lse = empty ? -kInfinity : (infinite ? max : max + std::log(total));
+    // With a score of inf, or with none above -inf, the sums are not those of the definition: 0 / 0.
+    const bool infinite = std::isinf(g.max[r]) && !(g.max[r] < 0 && std::isnan(g.total[r]));
+    const double total = infinite && !empty ? kNaN : g.total[r];
+    const double max = std::isnan(g.total[r]) && !infinite ? kNaN : double(g.max[r]) * kLn2;
+    const double lse = empty ? -kInfinity : max + std::log(total);
     double share = 1;  // of the keys, beside the sink
     if (f.sinks) {
       const double sink = f.sinks[row.h], top = std::max(lse, sink);
@@ -369,8 +369,7 @@ class Kernel {
     const double weight = empty ? 1.0 : total;
     const double variance = g.spread[r] / weight;
     const double entropy = empty ? 0.0 : std::log(weight) - g.moment[r] * kLn2 / weight;
-    const bool lost = std::isnan(total) && !infinite;
-    if (f.max_logit) f.max_logit[at] = static_cast<float>(lost ? kNaN : max);
+    if (f.max_logit) f.max_logit[at] = static_cast<float>(max);
     if (f.max_weight) f.max_weight[at] = static_cast<float>(empty ? 0.0 : 1.0 / weight);
     if (f.argmax) f.argmax[at] = g.argmax[r];
     if (f.entropy) f.entropy[at] = static_cast<float>(entropy < 0 ? 0.0 : entropy);

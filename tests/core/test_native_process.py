@@ -1,0 +1,129 @@
+"""The compiled core as a guest of its process: threads, fork, Ctrl-C, memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import multihead as mh
+from multihead.core import native
+
+pytestmark = pytest.mark.skipif(native.core is None, reason="the compiled core is not built")
+
+
+def inputs(seed, n=257):
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randn(2, 3, n, 24, generator=random) for _ in range(3)]
+
+
+def run(program, *, timeout=120):
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def test_many_python_threads_at_once():
+    expected = [mh.attention(*inputs(seed), causal=True, impl="native") for seed in range(8)]
+
+    def work(seed):
+        torch.set_num_threads(1 + seed % 4)
+        return [mh.attention(*inputs(seed), causal=True, impl="native") for _ in range(10)]
+
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            for seed, results in enumerate(pool.map(work, range(8))):
+                assert all(torch.equal(result, expected[seed]) for result in results)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_other_python_threads_run_meanwhile():
+    ticks = []
+    stop = threading.Event()
+
+    def tick():
+        while not stop.wait(0.001):
+            ticks.append(None)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    x = torch.randn(1, 2, 4096, 64)
+    before = len(ticks)
+    mh.attention(x, x, x, impl="native")
+    after = len(ticks)
+    stop.set()
+    thread.join()
+    assert after > before
+
+
+def test_a_forked_child_computes():
+    done = run(
+        "import os, torch, multihead as mh\n"
+        "torch.set_num_threads(2)\n"
+        "x = torch.randn(2, 4, 300, 32)\n"
+        "expected = mh.attention(x, x, x, impl='native')\n"
+        "child = os.fork()\n"
+        "same = torch.equal(mh.attention(x, x, x, impl='native'), expected)\n"
+        "if child == 0: os._exit(0 if same else 1)\n"
+        "assert same and os.waitpid(child, 0)[1] == 0\n"
+        "print('both')\n"
+    )
+    assert done.stdout == "both\n", done.stderr
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_ctrl_c_stops_a_long_call(threads):
+    done = run(
+        "import os, signal, threading, time, torch, multihead as mh\n"
+        f"torch.set_num_threads({threads})\n"
+        "x = torch.randn(1, 16, 32768, 64)\n"  # minutes of work
+        "threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
+        "try:\n"
+        "    mh.attention(x, x, x, impl='native')\n"
+        "except KeyboardInterrupt:\n"
+        "    print('stopped')\n"
+        # The core is as good as new.
+        "y = torch.randn(1, 2, 300, 16)\n"
+        "torch.testing.assert_close(mh.attention(y, y, y, impl='native'),\n"
+        "                           torch.nn.functional.scaled_dot_product_attention(y, y, y))\n"
+    )
+    assert done.returncode == 0 and done.stdout == "stopped\n", done.stderr
+
+
+def test_memory_grows_with_the_text_not_with_its_square():
+    program = (
+        "import resource, torch, multihead as mh\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "small = torch.randn(1, 1, 512, 16)\n"
+        "mh.observe(small, small, small, impl='native')\n"
+        "x = torch.randn(1, 1, {n}, 16)\n"
+        "before = peak()\n"
+        "mh.observe(x, x, x, causal=True, impl='native')\n"
+        "print(peak() - before)\n"
+    )
+    # All weights of 16,384 keys are 1 GiB; inputs, output and statistics are 5 MiB.
+    done = run(program.format(n=16384))
+    assert int(done.stdout) < 32 * 1024, done.stderr
+
+
+def test_a_request_for_more_memory_than_there_is_says_so():
+    done = run(
+        "import resource, torch, multihead as mh\n"
+        "from multihead.core import native\n"
+        "x = torch.zeros(1, 1, 1, 1).expand(1, 1, 2**31 - 64, 64)\n"  # the packed keys would take a terabyte
+        "output = torch.empty(1, 1, 1, 64)\n"
+        "try:\n"
+        "    native.core.forward(x[:, :, :1], x, x, output, None, None, False, 0, 1.0, 0.0, *[None] * 12, 1)\n"
+        "except MemoryError as error:\n"
+        "    print('no memory')\n"
+    )
+    assert done.stdout == "no memory\n", done.stderr
+
+
+def test_level_can_be_chosen_by_name():
+    assert native.core.level() in native.core.levels().split()
+    assert {"baseline", "neon"} & set(native.core.levels().split())
