@@ -40,16 +40,14 @@ def check_shape(name: str, tensor: Tensor, axes: Sequence[str], sizes: dict[str,
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    shape = tensor.shape
+    shape = tuple(tensor.shape)
     if len(shape) == len(axes):
         for letter, size in zip(axes, shape, strict=True):
             if sizes.setdefault(letter, size) != size:
                 break
         else:
             return
-    raise ValueError(
-        f"{name}: expected shape {named(axes, sizes)}, got {tuple(shape)}{_difference(axes, shape, sizes)}"
-    )
+    raise ValueError(f"{name}: expected shape {named(axes, sizes)}, got {shape}{_difference(axes, shape, sizes)}")
 
 
 def check_broadcast(name: str, tensor: Tensor, axes: Sequence[str], sizes: dict[str, int]) -> Tensor:

@@ -195,33 +195,32 @@ def build_problem(
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came.
     """
-    sizes: dict[str, int] = {}
-    check_shape("query", query, "BHLD", sizes)
-    check_shape("key", key, "BGSD", sizes)
-    check_shape("value", value, "BGSE", sizes)
+    sizes = _check_inputs(query, key, value)
     B, H, L, S = sizes["B"], sizes["H"], sizes["L"], sizes["S"]
     device = query.device
-    _check_kinds(query, key, value, sizes)
-
     if mask is not None:
         if mask.dtype is not torch.bool:
             raise TypeError(f"mask: expected bool, True = may attend, got {mask.dtype}; scores are added with bias=")
         mask = check_broadcast("mask", mask, "BHLS", sizes)
+        _check_device("mask", mask, device)
     if bias is not None:
         if not bias.dtype.is_floating_point:
             raise TypeError(f"bias: expected floats, got {bias.dtype}; what may be attended is said with mask=")
         bias = check_broadcast("bias", bias, "BHLS", sizes)
+        _check_device("bias", bias, device)
     if alibi_slopes is not None:
-        _check_floats("alibi_slopes", alibi_slopes, sizes)
+        _check_per_head("alibi_slopes", alibi_slopes, device, sizes)
     if sinks is not None:
-        _check_floats("sinks", sinks, sizes)
+        _check_per_head("sinks", sinks, device, sizes)
     if query_mask is not None:
         check_shape("query_mask", query_mask, "BL", sizes)
         if query_mask.dtype is not torch.bool:
             raise TypeError(f"query_mask: expected bool, False = padding, got {query_mask.dtype}")
+        _check_device("query_mask", query_mask, device)
     if document_ids is not None:
         check_shape("document_ids", document_ids, "BS", sizes)
         check_integers("document_ids", document_ids)
+        _check_device("document_ids", document_ids, device)
     lengths = None if key_lengths is None else _check_lengths(key_lengths, device, sizes)
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap: expected a positive number, got {softcap}")
@@ -230,53 +229,58 @@ def build_problem(
             raise ValueError(f"dropout_p: expected a share from 0 to 1, got {dropout_p}")
         if dropout_seed is None:
             dropout_seed = int(torch.randint(0, 2**63 - 1, ()))
+    start = S - L if query_start is None and lengths is None else _check_start(query_start, lengths, device, sizes)
+    window = _OPEN if window is None else _check_window(window)
     visibility = Visibility(
-        B,
-        H,
-        L,
-        S,
-        _check_start(query_start, lengths, device, sizes),
-        bool(causal),
-        _OPEN if window is None else _check_window(window),
-        lengths,
-        mask,
-        document_ids,
-        query_mask,
-        device,
-    )
-    for name, tensor in (
-        ("mask", mask),
-        ("bias", bias),
-        ("alibi_slopes", alibi_slopes),
-        ("sinks", sinks),
-        ("query_mask", query_mask),
-        ("document_ids", document_ids),
-    ):
-        if tensor is not None and tensor.device != device:
-            raise ValueError(f"{name}: expected a tensor on {device}, as query is, got one on {tensor.device}")
+        B, H, L, S, start, bool(causal), window, lengths, mask, document_ids, query_mask, device
+    )  # fmt: skip
     if scale is None:
         scale = 1 / math.sqrt(sizes["D"]) if sizes["D"] else 1.0
     return Problem(query, key, value, visibility, scale, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed)
 
 
-def _check_kinds(query: Tensor, key: Tensor, value: Tensor, sizes: dict[str, int]) -> None:
+def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
+    """Check the three tensors against each other, and give the size of each axis."""
+    sizes = _sizes(query, key, value)
     H, G = sizes["H"], sizes["G"]
     if (H % G if G else H) != 0:
         raise ValueError(f"key: expected a number of heads G that divides the H={H} heads of query, got G={G}")
-    dtype = query.dtype
+    dtype, device = query.dtype, query.device
     if not dtype.is_floating_point:
         raise TypeError(f"query: expected floats, got {dtype}")
-    for name, tensor in (("key", key), ("value", value)):
-        if tensor.dtype is not dtype:
-            raise TypeError(f"{name}: expected {dtype}, as query is, got {tensor.dtype}")
-        if tensor.device != query.device:
-            raise ValueError(f"{name}: expected a tensor on {query.device}, as query is, got one on {tensor.device}")
+    if key.dtype is not dtype or value.dtype is not dtype:
+        name, wrong = ("key", key) if key.dtype is not dtype else ("value", value)
+        raise TypeError(f"{name}: expected {dtype}, as query is, got {wrong.dtype}")
+    _check_device("key", key, device)
+    _check_device("value", value, device)
+    return sizes
 
 
-def _check_floats(name: str, tensor: Tensor, sizes: dict[str, int]) -> None:
+def _sizes(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
+    try:
+        (B, H, L, D), (b, G, S, d), (b2, g, s, E) = query.shape, key.shape, value.shape
+        if B == b == b2 and G == g and S == s and D == d:
+            return {"B": B, "H": H, "G": G, "L": L, "S": S, "D": D, "E": E}
+    except (AttributeError, ValueError):
+        pass
+    # Something is wrong, and the checker of shapes says what.
+    sizes: dict[str, int] = {}
+    check_shape("query", query, "BHLD", sizes)
+    check_shape("key", key, "BGSD", sizes)
+    check_shape("value", value, "BGSE", sizes)
+    return sizes
+
+
+def _check_device(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device}, as query is, got one on {tensor.device}")
+
+
+def _check_per_head(name: str, tensor: Tensor, device: torch.device, sizes: dict[str, int]) -> None:
     check_shape(name, tensor, "H", sizes)
     if not tensor.dtype.is_floating_point:
         raise TypeError(f"{name}: expected floats, got {tensor.dtype}")
+    _check_device(name, tensor, device)
 
 
 def _check_window(window: Window) -> Window:
