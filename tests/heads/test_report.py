@@ -47,16 +47,12 @@ def make_model(kind: str):
     torch.manual_seed(0)
     sizes = {"vocab_size": 3 + len(WORDS), "num_hidden_layers": 3, "intermediate_size": 37}
     if kind == "bert":
-        config = transformers.BertConfig(
-            **sizes, hidden_size=35, num_attention_heads=7, max_position_embeddings=53
-        )
+        config = transformers.BertConfig(**sizes, hidden_size=35, num_attention_heads=7, max_position_embeddings=53)
         model = transformers.BertModel(config)
     else:
         sizes |= {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 10}
         if kind == "llama":
-            model = transformers.LlamaForCausalLM(
-                transformers.LlamaConfig(**sizes, max_position_embeddings=59)
-            )
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, max_position_embeddings=59))
         else:  # windows in some layers, full attention in others
             config = transformers.Gemma2Config(**sizes, sliding_window=11, max_position_embeddings=59)
             assert len(set(config.layer_types)) == 2
@@ -114,9 +110,7 @@ def test_scores_and_baselines_are_those_of_eager_weights(tiny):
                 row = table.loc[(layer, head)]
                 assert row["score"] == pytest.approx(float(score[head]), abs=2e-5), (role, layer, head)
                 assert row["baseline"] == pytest.approx(baseline), (role, layer)
-                assert row["lift"] == pytest.approx(
-                    (float(score[head]) - baseline) / (1 - baseline), abs=4e-5
-                )
+                assert row["lift"] == pytest.approx((float(score[head]) - baseline) / (1 - baseline), abs=4e-5)
 
 
 def test_the_report_holds_what_it_says(tiny):
@@ -141,6 +135,7 @@ def test_weights_of_the_sentence_and_the_map_are_eager_ones(tiny):
     assert torch.allclose(report.sentence.weights, eager_weights(model, tokenizer, SENTENCE), atol=2e-5)
     weights, edges = eager_weights(model, tokenizer, TEXT), report.passage_edges
     assert edges == list(range(len(report.tokens) + 1))
+    assert report.passage_map is not None
     assert torch.allclose(report.passage_map, weights, atol=2e-5)
 
 
@@ -179,9 +174,7 @@ def test_links_lead_from_the_pronoun_to_the_nouns(tiny):
         assert len(table) == len(report.heads)
         assert list(table["weight"]) == sorted(table["weight"], reverse=True)
         for row in table.to_dict("records"):
-            assert row["weight"] == pytest.approx(
-                float(report.sentence.weights[row["layer"], row["head"], it, place])
-            )
+            assert row["weight"] == pytest.approx(float(report.sentence.weights[row["layer"], row["head"], it, place]))
 
 
 def test_pieces_of_a_word_are_summed_as_keys_and_averaged_as_queries():
@@ -235,6 +228,14 @@ def test_the_passage_that_comes_along_is_cut_to_the_positions():
     assert len(report.tokens) == 53
     assert report.text == passage_text()
     assert len(report.notes) == 1
+
+
+def test_a_very_long_text_has_no_map(monkeypatch):
+    monkeypatch.setattr("multihead.heads.running.MOST_MAPPED", 12)
+    model, tokenizer = make_model("llama")
+    report = look(model, TEXT, tokenizer=tokenizer)
+    assert report.passage_map is None and report.passage_edges == []
+    assert report.notes == ["no map of the passage: it is longer than 4096 tokens"]
 
 
 @pytest.mark.parametrize(
@@ -366,9 +367,7 @@ def test_a_notebook_shows_the_grid_and_no_text_becomes_markup(tiny):
     import dataclasses
 
     report = tiny[2]
-    evil = dataclasses.replace(
-        report, model=dataclasses.replace(report.model, name="<script>alert(1)</script>")
-    )
+    evil = dataclasses.replace(report, model=dataclasses.replace(report.model, name="<script>alert(1)</script>"))
     shown = evil._repr_html_()
     assert "<script" not in shown and "&lt;script&gt;" in shown
     assert shown.count("<td title=") == 3 * report.model.n_heads
@@ -393,9 +392,7 @@ def test_heads_that_are_known_to_be_there_in_smollm2():
     def score(name: str, role: str) -> float:
         layer, head = map(int, name.split("."))
         table: Any = report.roles
-        return float(
-            table[(table.layer == layer) & (table["head"] == head) & (table.role == role)]["score"].iloc[0]
-        )
+        return float(table[(table.layer == layer) & (table["head"] == head) & (table.role == role)]["score"].iloc[0])
 
     # The figures of docs/design.md, for other texts of this length.
     assert score("16.0", "previous") == pytest.approx(0.78, abs=0.06)

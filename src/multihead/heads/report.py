@@ -20,7 +20,7 @@ from multihead.heads.encoding import Encoded, cut, encode
 from multihead.heads.files import write_whole
 from multihead.heads.models import ModelFacts, OpenModel, facts_of, open_model
 from multihead.heads.roles import main_roles, score
-from multihead.heads.running import Runner
+from multihead.heads.running import MOST_MAPPED, Runner
 from multihead.heads.sentence import Sentence, resolve
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class HeadReport:
         statistics: each row statistic on the passage, (layer, H, L), the layers in the order of `layers`.
         sentence: a short text with the exact weights (layer, H, L, L) of all heads.
         passage_map: the largest weight in each of m x m cells of the passage, (layer, H, m, m); cell c goes
-            from token passage_edges[c] to passage_edges[c + 1].
+            from token passage_edges[c] to passage_edges[c + 1]. None where the passage is too long for that.
         links: how strongly each head leads from "it" to "cat" in the sentence, then from "it" to "mat",
             strongest first: layer, head, query, key, weight.
         seconds, peak_memory: what the look took, and the most memory (bytes) that this process has had.
@@ -64,7 +64,7 @@ class HeadReport:
     roles: DataFrame
     statistics: Mapping[str, Tensor]
     sentence: Sentence
-    passage_map: Tensor
+    passage_map: Tensor | None
     passage_edges: list[int]
     links: DataFrame
     seconds: float
@@ -137,15 +137,15 @@ def look(
     opened = _open(model, tokenizer, tell)
     facts = opened.facts
     if opened.model.config.is_encoder_decoder:
-        raise ReportError(
-            f"{facts.name} is an encoder-decoder: look cannot report on it, multihead.watch can watch it"
-        )
+        raise ReportError(f"{facts.name} is an encoder-decoder: look cannot report on it, multihead.watch can watch it")
     chosen_layers, chosen_heads = _select(facts, layers, heads)
     notes: list[str] = []
     passage = _encode(opened, text, max_tokens, notes)
 
     runner = Runner(opened, chosen_layers, tell)
     reading, passage_map, edges = runner.passage(passage)
+    if passage_map is None:
+        notes.append(f"no map of the passage: it is longer than {MOST_MAPPED} tokens")
     repeated = runner.repeated(REPEATED_TOKENS)
     sentence = runner.sentence(SENTENCE)
     roles = score([reading] if repeated is None else [reading, repeated], chosen_layers)
@@ -178,16 +178,12 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _open(
-    model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, tell: Progress
-) -> OpenModel:
+def _open(model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, tell: Progress) -> OpenModel:
     if isinstance(model, str):
         opened = open_model(model, tell)
         return opened if tokenizer is None else OpenModel(opened.model, tokenizer, opened.facts)
     if tokenizer is None:
-        raise ReportError(
-            "a model that is given as an object needs its tokenizer: look(model, text, tokenizer=...)"
-        )
+        raise ReportError("a model that is given as an object needs its tokenizer: look(model, text, tokenizer=...)")
     return OpenModel(model, tokenizer, facts_of(model, model.name_or_path or type(model).__name__))
 
 
@@ -202,9 +198,7 @@ def _check_text(text: str | None) -> None:
         raise ReportError("the text is not valid Unicode") from error
 
 
-def _select(
-    facts: ModelFacts, layers: Iterable[int] | None, heads: Iterable[str] | None
-) -> tuple[list[int], set[str]]:
+def _select(facts: ModelFacts, layers: Iterable[int] | None, heads: Iterable[str] | None) -> tuple[list[int], set[str]]:
     """Return the layers to watch and the names of the heads to report on.
 
     Raises:

@@ -24,6 +24,8 @@ from multihead.heads.roles import REPEATED, TEXT, Reading, expect, repeated
 from multihead.heads.sentence import Sentence
 from multihead.heads.watch import watch
 
+MOST_MAPPED = 4096  # a map takes a second pass over all L x L weights, which on longer texts outweighs the rest
+
 LayerSeen = Callable[[Problem, Tensor], None]
 
 
@@ -35,9 +37,14 @@ class Runner:
     layers: list[int]
     tell: Callable[[str, float | None], None]
 
-    def passage(self, encoded: Encoded) -> tuple[Reading, Tensor, list[int]]:
-        """Read the passage; return the reading, the pooled map (layer, H, m, m) and its cells' edges."""
+    def passage(self, encoded: Encoded) -> tuple[Reading, Tensor | None, list[int]]:
+        """Read the passage; return the reading, the pooled map (layer, H, m, m) and its cells' edges.
+
+        There is no map of more than `MOST_MAPPED` tokens.
+        """
         tokens = encoded.tokens
+        if len(tokens) > MOST_MAPPED:
+            return self._read("reading the passage", tokens, TEXT, ROW_STATISTICS), None, []
         edges = cell_edges(len(tokens))
         maps: list[Tensor] = []
 
@@ -88,9 +95,7 @@ class Runner:
         statistics = {name: [values[0] for values in layers] for name, layers in record.statistics.items()}
         return Reading(request, statistics, spans)
 
-    def _forward(
-        self, record: Record, stage: str, tokens: Tokens, layer_seen: LayerSeen | None = None
-    ) -> None:
+    def _forward(self, record: Record, stage: str, tokens: Tokens, layer_seen: LayerSeen | None = None) -> None:
         def seen(problem: Problem, lse: Tensor) -> None:
             if layer_seen is not None:
                 layer_seen(problem, lse)
