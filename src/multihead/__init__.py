@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .heads.report import HeadReport, look
     from .heads.watch import watch
 
+    __version__: str
+
 _HOMES = {
     "attention": "core.functional",
     "observe": "core.functional",

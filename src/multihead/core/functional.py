@@ -259,7 +259,7 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
 def _sizes(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
     try:
         (B, H, L, D), (b, G, S, d), (b2, g, s, E) = query.shape, key.shape, value.shape
-        if B == b == b2 and G == g and S == s and D == d:
+        if b == b2 == B and (g, s, d) == (G, S, D):
             return {"B": B, "H": H, "G": G, "L": L, "S": S, "D": D, "E": E}
     except (AttributeError, ValueError):
         pass
