@@ -55,8 +55,9 @@ def _gather_rows(p: Problem, lse: Tensor, rows: slice, keys: Tensor) -> Tensor:
     visible = p.visibility.at(rows, keys)
     inside = keys.clamp(0, p.S - 1)
     key = p.key[torch.arange(p.B, device=keys.device)[:, None, None], :, inside]  # (b, l, K, G, D)
-    queries = scaled_queries(p, rows).unflatten(2, (p.group, -1))
-    cells = torch.einsum("bgrld,blkgd->bgrlk", queries, key.to(queries.dtype)).flatten(1, 2)
+    # In double: a score and its row's lse may both be large, and only their difference counts.
+    queries = scaled_queries(p, rows).double().unflatten(2, (p.group, -1))
+    cells = torch.einsum("bgrld,blkgd->bgrlk", queries, key.double()).flatten(1, 2)
     if p.softcap is not None:
         cells = p.softcap * torch.tanh(cells / p.softcap)
     if p.bias is not None:
