@@ -264,10 +264,13 @@ def test_what_cannot_be_reported_is_said_in_one_line(asked, says):
     assert says in str(error.value)
 
 
-def test_an_encoder_decoder_is_refused_by_name():
+def test_a_model_of_another_kind_is_refused_by_name():
     config = transformers.T5Config(vocab_size=40, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2)
     with pytest.raises(ReportError, match="is an encoder-decoder"):
         look(transformers.T5ForConditionalGeneration(config), TEXT, tokenizer=make_tokenizer(False))
+    config = transformers.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    with pytest.raises(ReportError, match="ViTModel reads no text"):
+        look(transformers.ViTModel(config), TEXT, tokenizer=make_tokenizer(False))
 
 
 def test_an_unknown_model_is_said_in_one_line():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -136,8 +137,7 @@ def look(
     _check_text(text)
     opened = _open(model, tokenizer, tell)
     facts = opened.facts
-    if opened.model.config.is_encoder_decoder:
-        raise ReportError(f"{facts.name} is an encoder-decoder: look cannot report on it, multihead.watch can watch it")
+    _check_kind(opened)
     chosen_layers, chosen_heads = _select(facts, layers, heads)
     notes: list[str] = []
     passage = _encode(opened, text, max_tokens, notes)
@@ -185,6 +185,14 @@ def _open(model: str | PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     if tokenizer is None:
         raise ReportError("a model that is given as an object needs its tokenizer: look(model, text, tokenizer=...)")
     return OpenModel(model, tokenizer, facts_of(model, model.name_or_path or type(model).__name__))
+
+
+def _check_kind(opened: OpenModel) -> None:
+    name, model = opened.facts.name, opened.model
+    if model.config.is_encoder_decoder:
+        raise ReportError(f"{name} is an encoder-decoder: look cannot report on it, multihead.watch can watch it")
+    if "input_ids" not in inspect.signature(model.base_model.forward).parameters:
+        raise ReportError(f"{name} reads no text: look cannot report on it, multihead.watch can watch it")
 
 
 def _check_text(text: str | None) -> None:
