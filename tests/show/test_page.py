@@ -32,6 +32,7 @@ def opened(chromium, html_file, request):
     """The page in a fresh tab; whatever it asks for or complains about fails the test at its end."""
     options = {"viewport": {"width": 1200, "height": 900}} | getattr(request, "param", {})
     context = chromium.new_context(**options)
+    context.set_default_timeout(10_000)
     tab = context.new_page()
     seen = []
     tab.on("console", lambda message: seen.append(f"console: {message.text}"))
