@@ -19,9 +19,7 @@ HERE = Path(__file__).parent
 
 def terminal(report: mh.HeadReport, path: Path) -> None:
     """Draw what `multihead look smollm2` prints on 100 columns, without the font that rich would fetch."""
-    console = Console(
-        width=100, record=True, force_terminal=True, color_system="truecolor", file=io.StringIO()
-    )
+    console = Console(width=100, record=True, force_terminal=True, color_system="truecolor", file=io.StringIO())
     console.print(summary(report))
     svg = console.export_svg(title="multihead look smollm2")
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)

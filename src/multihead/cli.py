@@ -60,9 +60,7 @@ def multihead(
     """Multi-head attention that you can see through."""
 
 
-@app.command(
-    "look", epilog="Exit codes: 0 done, 2 input that cannot be used (one line says why), 130 Ctrl-C."
-)
+@app.command("look", epilog="Exit codes: 0 done, 2 input that cannot be used (one line says why), 130 Ctrl-C.")
 def look_command(
     model: Annotated[
         str,
@@ -71,9 +69,7 @@ def look_command(
         ),
     ],
     source: Annotated[str, typer.Argument(metavar="-", help="- reads the text from standard input.")] = "",
-    text: Annotated[
-        str | None, typer.Option(help="The text to read; else a passage that comes along.")
-    ] = None,
+    text: Annotated[str | None, typer.Option(help="The text to read; else a passage that comes along.")] = None,
     file: Annotated[Path | None, typer.Option(help="A file with the text to read.")] = None,
     layers: Annotated[str, typer.Option(help="Only these layers: 0,5-8.")] = "",
     heads: Annotated[str, typer.Option(help="Only these heads, beside the layers: 18.6,16.0.")] = "",
@@ -137,9 +133,7 @@ def _broken_pipe() -> NoReturn:
 def _text(source: str, text: str | None, file: Path | None) -> str | None:
     """Return the text that was asked for, None for the passage that comes along."""
     if source not in ("", "-"):
-        _refuse(
-            f"unexpected argument {source!r}: a text is given by --text T, --file F or - (standard input)"
-        )
+        _refuse(f"unexpected argument {source!r}: a text is given by --text T, --file F or - (standard input)")
     if (source == "-") + (text is not None) + (file is not None) > 1:
         _refuse("give one text: --text, --file or -")
     if file is None and source != "-":

@@ -25,9 +25,7 @@ def printed(renderable, width=100, **options) -> list[str]:
 
 def test_model_line_says_how_the_heads_share_keys(fake_report):
     (line,) = printed(text.model_line(fake_report.model), width=200)
-    assert line.startswith(
-        "tiny <model> · 6 layers · 7 query heads, 1 key/value head (MQA) · d_head 11 · causal"
-    )
+    assert line.startswith("tiny <model> · 6 layers · 7 query heads, 1 key/value head (MQA) · d_head 11 · causal")
     assert "134.5M" in line
     mha: Any = SimpleNamespace(**vars(fake_report.model) | {"n_kv_heads": 7, "kind": "MHA", "causal": False})
     assert "7 heads (MHA) · d_head 11 · bidirectional" in printed(text.model_line(mha), width=200)[0]

@@ -128,9 +128,7 @@ class RoleGrid:
 def legend(report: Report) -> RenderableType:
     """Return which letter stands for which role, for the roles that are some head's main role."""
     used = set(dict(report.main_role).values())
-    entries = [
-        Text.assemble(_letter(mark), " ", role) for role, mark in role_marks(report).items() if role in used
-    ]
+    entries = [Text.assemble(_letter(mark), " ", role) for role, mark in role_marks(report).items() if role in used]
     if "" in used:
         entries.append(Text.assemble((f" {NO_ROLE} ", "dim"), " no clear role"))
     return Columns(entries, padding=(0, 2))
