@@ -40,7 +40,8 @@ struct Forward {
 
   // Statistics, each (B, H, L) contiguous.
   bool observe;  // any of those past lse is wanted
-  float *lse, *max_logit, *max_weight, *entropy, *effective_keys, *key_mean, *key_variance, *sink_mass;
+  float *lse, *max_logit, *max_weight, *entropy, *evenness, *effective_keys, *key_mean, *key_variance,
+      *sink_mass;
   float* class_mass;
   int64_t* argmax;
 

@@ -41,7 +41,7 @@ void forward(const Input& query, const Input& key, const Input& value, const Out
              int64_t query_start, float scale, float softcap, const Array<const float, 1>& sinks,
              const Array<const int32_t, 2>& classes, const Array<float, 4>& class_mass,
              const Array<float, 3>& lse, const Array<float, 3>& max_logit, const Array<float, 3>& max_weight,
-             const Array<int64_t, 3>& argmax, const Array<float, 3>& entropy,
+             const Array<int64_t, 3>& argmax, const Array<float, 3>& entropy, const Array<float, 3>& evenness,
              const Array<float, 3>& effective_keys, const Array<float, 3>& key_mean,
              const Array<float, 3>& key_variance, const Array<float, 3>& sink_mass, int threads) {
   multihead::Forward f{};
@@ -84,7 +84,8 @@ void forward(const Input& query, const Input& key, const Input& value, const Out
   };
   statistic(lse, f.lse, false), statistic(sink_mass, f.sink_mass, false);
   statistic(max_logit, f.max_logit), statistic(max_weight, f.max_weight), statistic(argmax, f.argmax);
-  statistic(entropy, f.entropy), statistic(effective_keys, f.effective_keys);
+  statistic(entropy, f.entropy), statistic(evenness, f.evenness);
+  statistic(effective_keys, f.effective_keys);
   statistic(key_mean, f.key_mean), statistic(key_variance, f.key_variance);
   f.interrupted = interrupted;
   bool complete;
@@ -101,8 +102,9 @@ NB_MODULE(_native, m) {
   m.def("forward", &forward, "query"_a, "key"_a, "value"_a, "output"_a, "span_begin"_a.none(),
         "span_end"_a.none(), "causal"_a, "query_start"_a, "scale"_a, "softcap"_a, "sinks"_a.none(),
         "classes"_a.none(), "class_mass"_a.none(), "lse"_a.none(), "max_logit"_a.none(),
-        "max_weight"_a.none(), "argmax"_a.none(), "entropy"_a.none(), "effective_keys"_a.none(),
-        "key_mean"_a.none(), "key_variance"_a.none(), "sink_mass"_a.none(), "threads"_a);
+        "max_weight"_a.none(), "argmax"_a.none(), "entropy"_a.none(), "evenness"_a.none(),
+        "effective_keys"_a.none(), "key_mean"_a.none(), "key_variance"_a.none(), "sink_mass"_a.none(),
+        "threads"_a);
   m.def("level", &multihead::level);
   m.def("set_level", &multihead::set_level, "name"_a);
   m.def("levels", &multihead::levels);

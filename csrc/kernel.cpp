@@ -345,7 +345,8 @@ class Kernel {
     const bool infinite = std::isinf(g.max[r]) && !(g.max[r] < 0 && std::isnan(g.total[r]));
     const double total = infinite && !empty ? kNaN : g.total[r];
     const double max = std::isnan(g.total[r]) && !infinite ? kNaN : double(g.max[r]) * kLn2;
-    const double lse = empty ? -kInfinity : max + std::log(total);
+    const double log_total = f.lse || f.sinks || f.observe ? std::log(total) : 0.0;
+    const double lse = empty ? -kInfinity : max + log_total;
     double share = 1;  // of the keys, beside the sink
     if (f.sinks) {
       const double sink = f.sinks[row.h], top = std::max(lse, sink);
@@ -365,23 +366,28 @@ class Kernel {
     }
 
     if (f.lse) f.lse[at] = static_cast<float>(lse);
-    if (!f.observe) return;
     const double weight = empty ? 1.0 : total;
-    const double variance = g.spread[r] / weight;
-    const double entropy = empty ? 0.0 : std::log(weight) - g.moment[r] * kLn2 / weight;
-    if (f.max_logit) f.max_logit[at] = static_cast<float>(max);
-    if (f.max_weight) f.max_weight[at] = static_cast<float>(empty ? 0.0 : 1.0 / weight);
-    if (f.argmax) f.argmax[at] = g.argmax[r];
-    if (f.entropy) f.entropy[at] = static_cast<float>(entropy < 0 ? 0.0 : entropy);
-    if (f.effective_keys)
-      f.effective_keys[at] = static_cast<float>(empty ? 0.0 : weight * weight / g.squares[r]);
-    if (f.key_mean) f.key_mean[at] = static_cast<float>(empty ? kNaN : g.mean[r] + 0 * weight);
-    if (f.key_variance) f.key_variance[at] = static_cast<float>(empty ? kNaN : variance);
     for (int64_t c = 0; c < f.C; ++c) {
       const int64_t column = f.E + c;
       f.class_mass[at * f.C + c] = static_cast<float>(
           empty ? 0.0 : o[column / kColumns * kRows * kColumns + column % kColumns] / weight);
     }
+    if (!f.observe) return;
+    const double variance = g.spread[r] / weight;
+    const double rounded = empty ? 0.0 : log_total - g.moment[r] * kLn2 / weight;
+    const double entropy = rounded < 0 ? 0.0 : rounded;  // rounding
+    if (f.max_logit) f.max_logit[at] = static_cast<float>(max);
+    if (f.max_weight) f.max_weight[at] = static_cast<float>(empty ? 0.0 : 1.0 / weight);
+    if (f.argmax) f.argmax[at] = g.argmax[r];
+    if (f.entropy) f.entropy[at] = static_cast<float>(entropy);
+    if (f.evenness) {
+      const int64_t seen = row.span.end - row.span.begin;
+      f.evenness[at] = static_cast<float>(seen < 2 ? kNaN : entropy / std::log(double(seen)));
+    }
+    if (f.effective_keys)
+      f.effective_keys[at] = static_cast<float>(empty ? 0.0 : weight * weight / g.squares[r]);
+    if (f.key_mean) f.key_mean[at] = static_cast<float>(empty ? kNaN : g.mean[r] + 0 * weight);
+    if (f.key_variance) f.key_variance[at] = static_cast<float>(empty ? kNaN : variance);
   }
 
   const Forward& f;

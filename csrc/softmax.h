@@ -48,7 +48,7 @@ struct Gathered {
       const Floats base = both == -kInfinity ? Floats{} : both;
       const Floats x = newest - base;
       store(old_max + r, old), store(max + r, both), store(zero + r, base), store(top_x + r, x);
-      store(rescale + r, exp2(old - base)), store(top_p + r, exp2(x));
+      store(rescale + r, exp2(floored(old - base))), store(top_p + r, exp2(floored(x)));
     }
     for (int r = 0; r < rows; ++r)
       if (seen[r].from < seen[r].to)
@@ -94,12 +94,12 @@ struct Gathered {
     Floats weight{}, moment{}, squares{}, first_order{}, second_order{};
     Floats offset = __builtin_convertvector(iota() + (seen.from - top_at[r]), Floats);
     for (int c = seen.from; c < seen.to; c += kLanes) {
-      const Floats x = load(s + c) - base;
+      const Floats x = floored(load(s + c) - base);
       const Floats p = exp2(x);
       store(s + c, p);
       weight += p;
       if constexpr (kObserve) {
-        moment += p * (Floats)((Ints)x & (p != 0.0f));  // 0 * -inf is 0 here
+        moment += p * x;
         squares += p * p;
         const Floats lever = p * offset;
         first_order += lever;

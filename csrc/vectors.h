@@ -127,8 +127,12 @@ MH_INLINE void transpose(Floats (&r)[kLanes]) {
   }
 }
 
-// 2^x for x <= 0. 2^x = 2^n 2^f with n = round(x), |f| <= 1/2; 2^f by a minimax polynomial with
-// value 1 at 0 (relative error 9.1e-8 before rounding). 2^-inf = 0, below 2^-126 is 0, NaN is NaN.
+// x with a floor of -127, below which exp2 has nothing to tell apart; NaN stays.
+MH_INLINE Floats floored(Floats x) { return x < -127.0f ? all(-127.0f) : x; }
+
+// 2^x for x in [-127, 0]. 2^x = 2^n 2^f with n = round(x), |f| <= 1/2; 2^f by a minimax polynomial
+// with value 1 at 0 (relative error 9.1e-8 before rounding), 2^n by adding n to its exponent. So
+// 2^-127 is exactly 0, and between there and -126 a number too small to count; NaN is NaN.
 MH_INLINE Floats exp2(Floats x) {
   const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
   const Floats shifted = x + magic;
@@ -139,15 +143,14 @@ MH_INLINE Floats exp2(Floats x) {
   p = p * f + 0.24022242f;
   p = p * f + 0.693147f;
   p = p * f + 1.0f;
-  Ints bits = (Ints)p + ((Ints)shifted << 23);
-  return (Floats)(bits & ~(x < -126.0f));
+  return (Floats)((Ints)p + ((Ints)shifted << 23));
 }
 
 // tanh as in Cephes' tanhf (Moshier): an odd polynomial under 0.625, 1 - 2 / (e^2|x| + 1) above.
 MH_INLINE Floats tanh(Floats x) {
   const Ints sign = (Ints)x & INT32_MIN;
   const Floats a = (Floats)((Ints)x & INT32_MAX);
-  const Floats e = exp2(-2 * kLog2E * a);  // e^-2|x|, in (0, 1]
+  const Floats e = exp2(floored(-2 * kLog2E * a));  // e^-2|x|, in (0, 1]
   const Floats large = (1.0f - e) / (1.0f + e);
   const Floats z = x * x;
   Floats p = all(-5.70498872745e-3f);

@@ -363,7 +363,7 @@ def test_says_why_it_cannot_serve():
 def test_the_core_checks_what_would_read_out_of_bounds():
     query, key, output = random(1, 4, 5, 8), random(1, 3, 7, 8), torch.empty(1, 4, 5, 8)
     with pytest.raises(ValueError, match="do not fit"):
-        native.core.forward(query, key, key, output, None, None, False, 0, 1.0, 0.0, *[None] * 12, 1)
+        native.core.forward(query, key, key, output, None, None, False, 0, 1.0, 0.0, *[None] * 13, 1)
     begin = torch.zeros(1, 5, dtype=torch.int32)
     with pytest.raises(ValueError, match="a span leaves the keys"):
-        native.core.forward(query, query, query, output, begin, begin + 6, False, 0, 1.0, 0.0, *[None] * 12, 1)
+        native.core.forward(query, query, query, output, begin, begin + 6, False, 0, 1.0, 0.0, *[None] * 13, 1)

@@ -117,7 +117,7 @@ def test_a_request_for_more_memory_than_there_is_says_so():
         "x = torch.zeros(1, 1, 1, 1).expand(1, 1, 2**31 - 64, 64)\n"  # the packed keys would take a terabyte
         "output = torch.empty(1, 1, 1, 64)\n"
         "try:\n"
-        "    native.core.forward(x[:, :, :1], x, x, output, None, None, False, 0, 1.0, 0.0, *[None] * 12, 1)\n"
+        "    native.core.forward(x[:, :, :1], x, x, output, None, None, False, 0, 1.0, 0.0, *[None] * 13, 1)\n"
         "except MemoryError as error:\n"
         "    print('no memory')\n"
     )

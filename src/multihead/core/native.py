@@ -7,15 +7,15 @@ from torch import Tensor
 
 from . import tiled
 from .problem import Problem
-from .statistics import Observation, Statistics, finish
+from .statistics import ROW_STATISTICS, Observation, Statistics, finish
 
 try:
     from . import _native as core
 except ImportError:  # a source tree that was never built
     core = None
 
-# Statistics that the core fills, past those made from them here.
-_FILLED = ("max_logit", "max_weight", "argmax", "entropy", "effective_keys", "key_mean", "key_variance")
+# Statistics (B, H, L) that the core fills, in the order of its arguments.
+_FILLED = tuple(name for name in ROW_STATISTICS if name != "lse") + ("sink_mass",)
 
 
 def can_use(problem: Problem, statistics: Statistics | None) -> str | None:
@@ -61,7 +61,7 @@ def forward(problem: Problem, statistics: Statistics | None) -> Observation:
     core.forward(
         _plain(p.query), _plain(p.key), _plain(p.value), output, begin, end, visibility.causal, start, p.scale,
         p.softcap or 0.0, sinks, classes, found.get("class_mass"), found.get("lse"),
-        *(found.get(name) for name in _FILLED), found.get("sink_mass"), torch.get_num_threads(),
+        *(found.get(name) for name in _FILLED), torch.get_num_threads(),
     )  # fmt: skip
     if statistics is None:
         return Observation(output)
@@ -71,9 +71,6 @@ def forward(problem: Problem, statistics: Statistics | None) -> Observation:
 def _complete(p: Problem, statistics: Statistics, found: dict[str, Tensor]) -> dict[str, Tensor]:
     """What the core filled, and what is made from that, in the order asked."""
     lse = found["lse"]
-    if "evenness" in statistics.names:
-        counts = p.visibility.counts()
-        found["evenness"] = torch.where(counts > 1, found["entropy"] / counts.log(), torch.nan)
     found |= tiled.gathered(p, statistics, lse)
     if p.sinks is not None:
         found["lse"] = torch.logaddexp(lse, p.sinks.detach().to(lse.dtype)[:, None])
@@ -82,15 +79,12 @@ def _complete(p: Problem, statistics: Statistics, found: dict[str, Tensor]) -> d
 
 
 def _empty_statistics(p: Problem, statistics: Statistics) -> dict[str, Tensor]:
-    names = [name for name in _FILLED if name in statistics.names]
-    if "evenness" in statistics.names and "entropy" not in names:
-        names.append("entropy")
+    names = [name for name in statistics.names if name != "argmax"]
     if p.sinks is not None:
         names.append("sink_mass")
-    found = {
-        name: torch.empty(p.B, p.H, p.L, dtype=torch.int64 if name == "argmax" else torch.float32)
-        for name in ("lse", *names)
-    }
+    found = dict(zip(names, torch.empty(len(names), p.B, p.H, p.L).unbind(), strict=True))
+    if "argmax" in statistics.names:
+        found["argmax"] = torch.empty(p.B, p.H, p.L, dtype=torch.int64)
     if statistics.classes is not None:
         found["class_mass"] = torch.empty(p.B, p.H, p.L, statistics.n_classes)
     return found
