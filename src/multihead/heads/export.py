@@ -55,7 +55,7 @@ def csv_text(report: HeadReport) -> str:
     """Return the table of roles as CSV, a missing number as an empty field."""
     table = report.roles.copy()
     table.insert(0, "schema", SCHEMA)
-    return table.to_csv(index=False, lineterminator="\n")
+    return table.to_csv(index=False, lineterminator="\n", float_format="%.8g")
 
 
 def row_means(values: Tensor) -> Tensor:
