@@ -34,11 +34,17 @@ def test_same_mask_whatever_the_path_and_tiling(lab, small_tiles):
     assert not torch.allclose(expected, mh.attention(query, key, value, impl="reference"))
 
 
+def test_cell_takes_its_own_word():
+    b, h, i, j, seed = 1, 2, 4, 7, 0x0123456789ABCDEF
+    words = dropout.philox(tuple(torch.tensor([c]) for c in (j // 4, i, h, b)), seed)
+    share = int(words[j % 4]) / 2**32
+    index = [torch.tensor([x]) for x in (b, h, i, j)]
+    assert dropout.keep(seed, share - 1e-6, *index) and not dropout.keep(seed, share + 1e-6, *index)
+
+
 def test_mask_depends_on_the_cell_alone():
     whole = dropout.keep(7, 0.5, *(torch.arange(n) for n in (2, 3, 5, 11)))
-    part = dropout.keep(
-        7, 0.5, torch.tensor([1]), torch.tensor([2]), torch.tensor([4, 0]), torch.arange(3, 9)
-    )
+    part = dropout.keep(7, 0.5, torch.tensor([1]), torch.tensor([2]), torch.tensor([4, 0]), torch.arange(3, 9))
     assert torch.equal(part[0, 0], whole[1, 2][[4, 0], 3:9])
 
 

@@ -98,11 +98,7 @@ def test_gradients_of_output_and_statistics_together(lab, impl):
         values = [torch.where(f, -torch.inf, x) for f, x in zip(fixed, values, strict=True)]
         query, key, value, *rest = values
         seen = mh.observe(query, key, value, impl=impl, dropout_p=0.3, dropout_seed=5, **options(rest))
-        return (
-            seen.output.square().sum()
-            + finite(seen.entropy * seen.lse).sum()
-            + finite(seen.max_logit).sin().sum()
-        )
+        return seen.output.square().sum() + finite(seen.entropy * seen.lse).sum() + finite(seen.max_logit).sin().sum()
 
     assert_gradients(both, [torch.where(f, 0, x.detach()) for f, x in zip(fixed, leaves, strict=True)])
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import multihead as mh
+from multihead.core import finite
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 POISONS = [float("nan"), float("inf"), -float("inf")]
@@ -75,6 +76,22 @@ def test_visible_nan_or_inf_of_a_value_shows(lab, impl):
     assert found[:, :, :3].isfinite().all()
 
 
+def test_product_is_the_sum_of_its_visible_terms():
+    random = torch.Generator().manual_seed(0)
+
+    def pick(numbers, *shape):
+        return torch.tensor(numbers)[torch.randint(len(numbers), shape, generator=random)]
+
+    inf, nan = float("inf"), float("nan")
+    values = pick([1.0, -2.0, 3.0, 5.0, inf, -inf, nan], 41, 3, 29)
+    visible = pick([True, False, False], 41, 31, 3)
+    weights = torch.where(visible, pick([0.0, 0.25, 0.5, -1.0, 2.0], 41, 31, 3), 0)
+    terms = torch.where(visible[..., None], weights[..., None] * values[:, None], 0)
+    expected = terms.sum(2)
+    assert all((x > 100).any() for x in (expected.isnan().sum(), (expected == inf).sum(), (expected == -inf).sum()))
+    assert torch.equal(finite.product(weights, values, visible).nan_to_num(777), expected.nan_to_num(777))
+
+
 def test_visible_infinite_score_is_what_softmax_gives(lab, impl):
     query, key, value = lab.tensors()
     key[:, :, 3] = 0
@@ -82,6 +99,25 @@ def test_visible_infinite_score_is_what_softmax_gives(lab, impl):
     found = mh.attention(query, key, value, impl=impl)
     expected = torch.nn.functional.softmax(query @ key.repeat_interleave(2, 1).mT / 5**0.5, -1)
     lab.assert_same(found, expected @ value.repeat_interleave(2, 1))
+
+
+def test_visible_scores_that_are_all_minus_infinity_are_undefined(lab, impl):
+    query, key, value = lab.tensors()
+    query[:, :, 2, 0], key[..., 0] = 1, -float("inf")
+    found = mh.observe(query, key, value, impl=impl)
+    assert found.output[:, :, 2].isnan().all()
+    assert all(found.statistics[name][:, :, 2].isnan().all() for name in ("lse", "max_weight", "entropy"))
+
+
+def test_poisoned_gradient_of_a_padding_query_reaches_nothing(lab, impl):
+    query, key, value = (x.requires_grad_() for x in lab.tensors())
+    query_mask = torch.ones(2, 7, dtype=torch.bool)
+    query_mask[:, 1] = False
+    found = mh.attention(query, key, value, query_mask=query_mask, impl=impl)
+    incoming = torch.ones_like(found)
+    incoming[:, :, 1] = float("nan")
+    grads = torch.autograd.grad(found, [query, key, value], incoming)
+    assert all(x.isfinite().all() for x in grads)
 
 
 def test_poisoned_padding_query_reaches_no_gradient(lab, impl):
