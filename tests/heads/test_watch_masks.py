@@ -155,7 +155,7 @@ def test_other_code_may_read_it_as_the_mask_of_sdpa():
 def test_adding_it_to_scores_says_that_the_interface_was_bypassed():
     mask, _ = both(hf.causal_mask_function, None)
     with pytest.raises(RuntimeError, match="bypasses Hugging Face's attention interface"):
-        torch.randn(B, 2, L, L) + mask
+        _ = torch.randn(B, 2, L, L) + mask
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -97,36 +97,50 @@ def test_masses_of_every_head_are_those_of_eager(seen):
             torch.testing.assert_close(record.statistics[name][n], value, atol=2e-5, rtol=0)
 
 
+def scores_of(query: Tensor, key: Tensor, causal: bool) -> Tensor:
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    scores = query @ key.transpose(2, 3) / query.shape[3] ** 0.5
+    return scores.masked_fill(torch.ones(N, N).triu(1).bool(), -torch.inf) if causal else scores
+
+
+def row_statistics(scores: Tensor) -> dict[str, Tensor]:
+    """The row statistics of scores (B, H, L, S), in float64 from there on."""
+    scores = scores.double()
+    lse, j, counts = scores.logsumexp(-1), torch.arange(N).double(), scores.isfinite().sum(-1)
+    weights = (scores - lse[..., None]).exp()
+    mean, entropy = (weights * j).sum(-1), -torch.xlogy(weights, weights).sum(-1)
+    return {
+        "lse": lse,
+        "max_logit": scores.amax(-1),
+        "max_weight": weights.amax(-1),
+        "entropy": entropy,
+        "evenness": torch.where(counts > 1, entropy / counts.log(), torch.nan),
+        "effective_keys": 1 / weights.square().sum(-1),
+        "key_mean": mean,
+        "key_variance": (weights * (j - mean[..., None]).square()).sum(-1),
+    }
+
+
 def test_row_statistics_of_every_head_are_those_of_float64(seen):
-    """The float64 ones are formed from the same queries and keys."""
+    """Formed in float64 from the same queries and keys, to 1e-5, and 2e-6 for what passes through zero.
+
+    Where scores are large (MiniLM's 0.2 has 73) their own rounding in float32 moves the small weights by more: there
+    the budget is twice the largest error that PyTorch's float32 scores give in that layer.
+    """
     opened, _, record = seen
     causal = opened.facts.causal
     for n in range(len(record.layers)):
-        query, key = (record.kept[name][n].double() for name in ("query", "key"))
-        key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-        scores = query @ key.transpose(2, 3) / query.shape[3] ** 0.5
-        if causal:
-            scores = scores.masked_fill(torch.ones(N, N).triu(1).bool(), -torch.inf)
-        lse, j = scores.logsumexp(-1), torch.arange(N).double()
-        weights = (scores - lse[..., None]).exp()
-        mean = (weights * j).sum(-1)
-        entropy = -torch.xlogy(weights, weights).sum(-1)
-        counts = torch.arange(1, N + 1) if causal else torch.full((N,), N)
-        expected = {
-            "lse": lse,
-            "max_logit": scores.amax(-1),
-            "max_weight": weights.amax(-1),
-            "entropy": entropy,
-            "evenness": torch.where(counts > 1, entropy / counts.log(), torch.nan),
-            "effective_keys": 1 / weights.square().sum(-1),
-            "key_mean": mean,
-            "key_variance": (weights * (j - mean[..., None]).square()).sum(-1),
-        }
-        for name, value in expected.items():
+        query, key = record.kept["query"][n], record.kept["key"][n]
+        exact = scores_of(query.double(), key.double(), causal)
+        rounded = row_statistics(scores_of(query, key, causal))
+        for name, value in row_statistics(exact).items():
+            error = ((rounded[name] - value).abs() - 2e-6).clamp(min=0) / value.abs()
+            budget = max(1e-5, 2 * error.nan_to_num(0).max().item())
+            assert budget < 5e-5
             found = record.statistics[name][n].double()
             torch.testing.assert_close(
-                found, value, atol=1e-5, rtol=1e-5, equal_nan=True, msg=lambda m, x=name, k=n: f"{k} {x}: {m}"
+                found, value, atol=2e-6, rtol=budget, equal_nan=True, msg=lambda m, x=name, k=n: f"{k} {x}: {m}"
             )
-        top = scores.topk(2, -1)
+        top = exact.topk(2, -1)
         clear = top.values[..., 0] - top.values[..., 1] > 1e-5 * top.values[..., 0].abs()
         assert torch.equal(record.statistics["argmax"][n][clear], top.indices[..., 0][clear])

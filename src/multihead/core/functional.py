@@ -79,7 +79,7 @@ def attention(
         key_lengths=key_lengths, query_mask=query_mask, document_ids=document_ids, query_start=query_start,
         scale=scale, softcap=softcap, sinks=sinks, dropout_p=dropout_p, dropout_seed=dropout_seed,
     )  # fmt: skip
-    return _IMPLEMENTATIONS[choose(problem, None, impl)](problem, None).output
+    return run(problem, None, impl).output
 
 
 def observe(
@@ -109,7 +109,7 @@ def observe(
     problem = build_problem(query, key, value, **options)
     statistics = Statistics() if statistics is None else statistics
     statistics.check({"B": problem.B, "L": problem.L, "S": problem.S})
-    return _IMPLEMENTATIONS[choose(problem, statistics, impl)](problem, statistics)
+    return run(problem, statistics, impl)
 
 
 def explain(
@@ -146,6 +146,11 @@ def explain(
     else:
         lines.append(f"output: {outputs:,} bytes; memory grows as L + S")
     return "\n".join(lines)
+
+
+def run(problem: Problem, statistics: Statistics | None, impl: str = "auto") -> Observation:
+    """Compute a checked problem on the path that `choose` says."""
+    return _IMPLEMENTATIONS[choose(problem, statistics, impl)](problem, statistics)
 
 
 def choose(problem: Problem, statistics: Statistics | None, impl: str = "auto") -> str:

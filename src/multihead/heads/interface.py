@@ -17,7 +17,6 @@ from ..core import functional
 from ..core.axes import check_broadcast
 from ..core.masking import Visibility
 from ..core.problem import Problem
-from ..core.statistics import Observation, Statistics
 from .masks import MaskTensor, read_mask
 
 NAME = "multihead"
@@ -83,14 +82,8 @@ def attention_forward(
         seen = observer.attend(module, problem, attention_mask)
         output = seen if output is None else output
     if output is None:
-        output = compute(problem).output
+        output = functional.run(problem, None).output
     return output.transpose(1, 2).contiguous(), None
-
-
-def compute(problem: Problem, statistics: Statistics | None = None) -> Observation:
-    """Run a problem on the path that `multihead.attention` would choose."""
-    path = functional.choose(problem, statistics)
-    return functional._IMPLEMENTATIONS[path](problem, statistics)
 
 
 def _weights_are_collected() -> bool:

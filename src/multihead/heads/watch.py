@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.functional import run
 from ..core.problem import Problem
 from ..core.statistics import Statistics, finish
-from .interface import NAME, NO_WEIGHTS, compute, of_thread
+from .interface import NAME, NO_WEIGHTS, of_thread
 from .layers import Layer, find_layers
 from .masks import MaskTensor, to_device
 from .record import Record, Seen, Step
@@ -136,7 +137,7 @@ class _Session:
         if layer.name not in self.selection:
             return None
         self._check_fit(layer, problem)
-        observation = compute(problem, self.statistics)
+        observation = run(problem, self.statistics)
         heads = self.selection.heads_of(layer.name, problem.H)
         seen = Seen(heads, {})
         for name, value in finish(observation.statistics, rows).items():
