@@ -54,9 +54,7 @@ def forms():
         "lengths": {"key_lengths": torch.tensor([4, 11]), "causal": True},
         "no keys": {"key_lengths": torch.tensor([0, 9])},
         "documents": {"document_ids": ids, "causal": True},
-        "documents scattered": {
-            "document_ids": torch.tensor([[0, 1] * 5 + [0], [2] * 4 + [-1] * 3 + [2] * 4])
-        },
+        "documents scattered": {"document_ids": torch.tensor([[0, 1] * 5 + [0], [2] * 4 + [-1] * 3 + [2] * 4])},
         "query mask": {"query_mask": bools(B, L), "causal": True},
         "softcap": {"softcap": 0.7},
         "sinks": {"sinks": floats(H), "causal": True, "query_start": -2},

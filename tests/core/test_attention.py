@@ -144,9 +144,7 @@ def test_row_without_keys(lab, impl):
         "class_mass": 0, "offset_mass": 0, "pair_mass": 0,
     }  # fmt: skip
     for name, value_of in expected.items():
-        lab.assert_same(
-            seen.statistics[name][0].double(), torch.full_like(seen.statistics[name][0], value_of).double()
-        )
+        lab.assert_same(seen.statistics[name][0].double(), torch.full_like(seen.statistics[name][0], value_of).double())
         assert not seen.statistics[name][1].isnan().any()
 
 
@@ -162,9 +160,7 @@ def test_masked_query_is_zeros_and_in_no_statistic(lab, impl):
     query, key, value = lab.tensors()
     query_mask = torch.ones(2, 7, dtype=torch.bool)
     query_mask[1, 2] = False
-    seen = mh.observe(
-        query, key, value, query_mask=query_mask, impl=impl, statistics=mh.Statistics(offsets=(0,))
-    )
+    seen = mh.observe(query, key, value, query_mask=query_mask, impl=impl, statistics=mh.Statistics(offsets=(0,)))
     assert (seen.output[1, :, 2] == 0).all()
     for name, x in seen.statistics.items():
         assert (x[1, :, 2] == -1).all() if name == "argmax" else x[1, :, 2].isnan().all()
@@ -209,9 +205,7 @@ def test_error_is_at_most_twice_that_of_eager_attention(lab, impl, dtype, causal
 def test_any_strides(lab, impl):
     query, key, value = lab.tensors()
     expected = mh.attention(query, key, value, impl=impl, causal=True)
-    spread = [
-        torch.empty(*x.shape[:-1], 2 * x.shape[-1]).double()[..., ::2].copy_(x) for x in (query, key, value)
-    ]
+    spread = [torch.empty(*x.shape[:-1], 2 * x.shape[-1]).double()[..., ::2].copy_(x) for x in (query, key, value)]
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (query, key, value)]
     for inputs in (spread, turned):
         lab.assert_same(mh.attention(*inputs, impl=impl, causal=True), expected)

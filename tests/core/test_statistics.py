@@ -16,9 +16,7 @@ def test_nothing_named_is_every_row_statistic():
 def test_lse_comes_always_and_names_are_in_the_order_of_the_table():
     asked = mh.Statistics("entropy", "argmax", offsets=range(-2, 0), classes=[0, 3, -1])
     assert asked.asked == ("lse", "argmax", "entropy", "class_mass", "offset_mass")
-    assert (
-        asked.n_classes == 4 and asked.offsets == (-2, -1) and "entropy" in asked and "pair_mass" not in asked
-    )
+    assert asked.n_classes == 4 and asked.offsets == (-2, -1) and "entropy" in asked and "pair_mass" not in asked
 
 
 @pytest.mark.parametrize(
@@ -40,9 +38,7 @@ def test_wrong_requests(arguments, options, error, words):
 def test_statistics_are_attributes(lab):
     seen = mh.observe(*lab.tensors(), statistics=mh.Statistics("entropy"), impl="tiled")
     assert seen.entropy is seen.statistics["entropy"]
-    with pytest.raises(
-        AttributeError, match="no statistic 'argmax' was observed here; there are: lse, entropy"
-    ):
+    with pytest.raises(AttributeError, match="no statistic 'argmax' was observed here; there are: lse, entropy"):
         _ = seen.argmax
 
 
@@ -54,9 +50,7 @@ def test_a_key_listed_twice_counts_once(lab, impl):
 
 def test_every_statistic_has_a_row_and_the_shape_that_it_says(lab, impl):
     sizes = {"B": 2, "H": 6, "L": 7, "C": 2, "k": 3, "N": 1}
-    asked = mh.Statistics(
-        classes=[0, 1] * 5 + [0], offsets=(0, 1, 2), pairs=[torch.zeros(7, 5, dtype=torch.int64)]
-    )
+    asked = mh.Statistics(classes=[0, 1] * 5 + [0], offsets=(0, 1, 2), pairs=[torch.zeros(7, 5, dtype=torch.int64)])
     seen = mh.observe(*lab.tensors(), statistics=asked, impl=impl, sinks=torch.ones(6).double())
     assert set(seen.statistics) == set(TABLE)
     for name, x in seen.statistics.items():
