@@ -47,7 +47,7 @@ def one(tokens: int, way: str) -> Run:
         start = time.perf_counter()
         if way == "watch":
             with mh.watch(model) as record:
-                model(ids)
+                model(ids, use_cache=False)
             assert record.stacked("entropy").shape[-1] == tokens
         else:
             out = model(ids, output_attentions=way == "eager", use_cache=False)

@@ -122,9 +122,10 @@ class Kernel {
       pack(item / key_blocks, item % key_blocks, packed_at(item / key_blocks));
     });
     return complete && each(streams * row_blocks, threads, [&](int64_t item, int thread) {
-             // Under a causal mask the last rows see the most keys: the longest work first.
-             const int64_t stream = item % streams;
-             const int64_t block = row_blocks - 1 - item / streams;
+             // Head after head, while its keys are at hand; the last rows first, which see the most
+             // keys under a causal mask, so that short work is left for the end.
+             const int64_t stream = item / row_blocks;
+             const int64_t block = row_blocks - 1 - item % row_blocks;
              attend(stream, block, packed_at(stream * heads_together / group), thread);
            });
   }
