@@ -12,6 +12,13 @@ struct Tensor {
   int64_t batch, head, row, column;
 };
 
+// A tensor that broadcasts to (B, H, L, S): a stride of 0 for each axis that it lacks.
+template <typename T>
+struct Cells {
+  const T* data;  // null: none
+  int64_t batch, head, row, column;
+};
+
 // Answers true when the caller wants to stop (Ctrl-C). Called on the calling thread only.
 using Interrupted = bool (*)();
 
@@ -28,6 +35,15 @@ struct Forward {
   int64_t span_batch;  // elements from one sequence's spans to the next, 0 when all share them
   bool causal;
   int64_t query_start;
+  // Of those, a row sees the keys where the mask is not 0, the bias not -inf, and the document its own.
+  Cells<uint8_t> mask;
+  Cells<float> bias;               // added to the scores
+  const int64_t* key_documents;    // (B, S)
+  const int64_t* query_documents;  // (B, L)
+
+  // ALiBi: -slope * |p - j| is added to the scores, with row i at p = positions[b] + i.
+  const float* slopes;       // (H,)
+  const int64_t* positions;  // (B,)
 
   float scale;
   float softcap;       // 0: none

@@ -32,6 +32,7 @@ constexpr int kTiles = kRows / kTileRows;
 constexpr int64_t kFusedFloats = 96 * 1024;  // keys and values that fit the L2 cache beside a block
 constexpr double kSerialWork = 1.0e6;  // multiply-adds under which waking a thread costs more than it gives
 
+constexpr float kLowest = std::numeric_limits<float>::lowest();
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -66,6 +67,13 @@ Span span_of(const Forward& f, int64_t b, int64_t i) {
 struct Row {
   int64_t h, i;
   Span span;
+  int64_t visible;      // keys that it sees
+  const uint8_t* mask;  // its cells, null where there is none
+  const float* bias;
+  const int64_t* documents;  // of the keys
+  int64_t document;          // its own
+  float slope;
+  int64_t position;
 };
 
 // A block's rows and what they have gathered: one a thread.
@@ -94,7 +102,9 @@ class Kernel {
         // Few queries (decoding): the rows of all heads that share keys go together.
         heads_together(f.L < 2 * kRows ? group : 1),
         stream_rows(heads_together * f.L),
-        row_blocks(ceil_div(stream_rows, kRows)) {}
+        row_blocks(ceil_div(stream_rows, kRows)),
+        adds(f.bias.data || f.slopes),
+        hides(f.mask.data || f.bias.data || f.key_documents) {}
 
   bool run() {
     const int64_t outputs = f.B * f.H * f.L;
@@ -228,51 +238,23 @@ class Kernel {
     const int64_t b = stream / streams, first_head = stream % streams * heads_together;
     const int64_t first_row = block * kRows;
     const int n_rows = static_cast<int>(std::min<int64_t>(kRows, stream_rows - first_row));
-    const int tiles = static_cast<int>(ceil_div(n_rows, kTileRows));
-
-    // Of each tile, the keys that some row sees and the keys that every row sees.
-    Span some[kTiles], every[kTiles], block_span{f.S, 0};
-    for (int t = 0; t < tiles; ++t) {
-      some[t] = {f.S, 0}, every[t] = {0, f.S};
-      for (int r = t * kTileRows; r < std::min(n_rows, (t + 1) * kTileRows); ++r) {
-        const int64_t at = first_row + r;
-        const Span span = span_of(f, b, at % f.L);
-        row[r] = Row{first_head + at / f.L, at % f.L, span};
-        every[t] = {std::max(every[t].begin, span.begin), std::min(every[t].end, span.end)};
-        if (span.begin < span.end)
-          some[t] = {std::min(some[t].begin, span.begin), std::max(some[t].end, span.end)};
-      }
-      block_span = {std::min(block_span.begin, some[t].begin), std::max(block_span.end, some[t].end)};
+    Span some{f.S, 0};
+    for (int r = 0; r < n_rows; ++r) {
+      const int64_t at = first_row + r;
+      row[r] = row_of(b, first_head + at / f.L, at % f.L);
+      if (row[r].span.begin < row[r].span.end) some = join(some, row[r].span);
     }
     pack_queries(b, row, n_rows, query);
     gathered.clear();
     std::fill_n(output, kRows * value_panels * kColumns, 0.0f);
 
-    for (int64_t first = block_span.begin / kKeys * kKeys; first < block_span.end; first += kKeys) {
+    for (int64_t first = some.begin / kKeys * kKeys; first < some.end; first += kKeys) {
       const int64_t padded = std::min<int64_t>(kKeys, padded_keys - first);
       const float* const keys = kv.floats + first * key_floats;
       const float* const values = keys + padded * f.D;
       Columns tile_seen[kTiles], row_seen[kRows];
-      for (int t = 0; t < tiles; ++t)
-        tile_seen[t] = {
-            static_cast<int>(std::clamp<int64_t>(some[t].begin - first, 0, padded) / kColumns * kColumns),
-            static_cast<int>(ceil_div(std::clamp<int64_t>(some[t].end - first, 0, padded), kColumns) *
-                             kColumns)};
+      score_block(query, keys, n_rows, first, padded, row, tile_seen, scores);
       for (int r = 0; r < n_rows; ++r) row_seen[r] = tile_seen[r / kTileRows];
-      for (int column = 0; column < padded; column += kColumns)
-        for (int t = 0, next; t < tiles; t = next) {
-          // A run of tiles that see this panel.
-          const auto sees = [&](int u) { return tile_seen[u].from <= column && column < tile_seen[u].to; };
-          for (next = t + 1; next < tiles && sees(t) == sees(next);) ++next;
-          if (!sees(t)) continue;
-          float* const s = scores + t * kTileRows * kScoreRow + column;
-          const int run_rows = std::min(n_rows, next * kTileRows) - t * kTileRows;
-          score(query + t * kTileRows * f.D, keys + column * f.D, run_rows, s);
-          for (int u = t; u < next; ++u)
-            if (every[u].begin > first + column || every[u].end < first + column + kColumns)
-              for (int r = u * kTileRows; r < std::min(n_rows, (u + 1) * kTileRows); ++r)
-                hide(row[r].span, first + column, scores + r * kScoreRow + column);
-        }
       if (f.observe)
         gathered.add<true>(scores, n_rows, row_seen, first);
       else
@@ -290,6 +272,123 @@ class Kernel {
       }
     }
     for (int r = 0; r < n_rows; ++r) finish(b, row[r], gathered, r, output + r * kColumns);
+  }
+
+  static Span join(Span a, Span b) { return {std::min(a.begin, b.begin), std::max(a.end, b.end)}; }
+
+  Row row_of(int64_t b, int64_t h, int64_t i) const {
+    Row row{};
+    row.h = h, row.i = i, row.span = span_of(f, b, i);
+    row.visible = hides ? 0 : std::max<int64_t>(0, row.span.end - row.span.begin);
+    if (f.mask.data) row.mask = f.mask.data + b * f.mask.batch + h * f.mask.head + i * f.mask.row;
+    if (f.bias.data) row.bias = f.bias.data + b * f.bias.batch + h * f.bias.head + i * f.bias.row;
+    if (f.key_documents)
+      row.documents = f.key_documents + b * f.S, row.document = f.query_documents[b * f.L + i];
+    if (f.slopes) row.slope = f.slopes[h] * kLog2E, row.position = f.positions[b] + i;
+    return row;
+  }
+
+  // Whether a key of a row's span is hidden from it all the same.
+  bool hidden(const Row& row, int64_t j) const {
+    return (row.mask && !row.mask[j * f.mask.column]) ||
+           (row.bias && row.bias[j * f.bias.column] == -kInfinity) ||
+           (row.documents && row.documents[j] != row.document);
+  }
+
+  // The scores of a block of keys, -inf where a row does not see the key, in the columns that its tile sees.
+  void score_block(const float* query, const float* keys, int n_rows, int64_t first, int64_t padded, Row* row,
+                   Columns* tile_seen, float* scores) const {
+    const int tiles = static_cast<int>(ceil_div(n_rows, kTileRows));
+    Span every[kTiles];  // the keys that all rows of a tile see
+    uint64_t panels[kTiles];
+    for (int t = 0; t < tiles; ++t) {
+      const int begin = t * kTileRows, end = std::min(n_rows, begin + kTileRows);
+      Span some{f.S, 0};
+      every[t] = {0, f.S};
+      for (int r = begin; r < end; ++r) {
+        every[t] = {std::max(every[t].begin, row[r].span.begin), std::min(every[t].end, row[r].span.end)};
+        if (row[r].span.begin < row[r].span.end) some = join(some, row[r].span);
+      }
+      const int64_t from = std::clamp<int64_t>(some.begin - first, 0, padded) / kColumns;
+      const int64_t to = ceil_div(std::clamp<int64_t>(some.end - first, 0, padded), kColumns);
+      panels[t] = 0;
+      for (int64_t panel = from; panel < to; ++panel)
+        if (!hides || holds_visible(row + begin, end - begin, first + panel * kColumns))
+          panels[t] |= uint64_t{1} << panel;
+      tile_seen[t] = panels[t] ? Columns{__builtin_ctzll(panels[t]) * kColumns,
+                                         (64 - __builtin_clzll(panels[t])) * kColumns}
+                               : Columns{0, 0};
+    }
+    for (int column = 0; column < padded; column += kColumns)
+      for (int t = 0, next; t < tiles; t = next) {
+        // A run of tiles that see this panel, or of those that do not.
+        const auto sees = [&](int u) { return panels[u] >> (column / kColumns) & 1; };
+        for (next = t + 1; next < tiles && sees(t) == sees(next);) ++next;
+        const int begin = t * kTileRows, end = std::min(n_rows, next * kTileRows);
+        if (sees(t))
+          score(query + begin * f.D, keys + column * f.D, end - begin, scores + begin * kScoreRow + column);
+        for (int r = begin; r < end; ++r) {
+          float* const s = scores + r * kScoreRow + column;
+          const Span& all_see = every[r / kTileRows];
+          if (!sees(t))
+            std::fill_n(s, kColumns, -kInfinity);
+          else if (adds || hides || all_see.begin > first + column || all_see.end < first + column + kColumns)
+            adjust(row[r], first + column, s);
+        }
+      }
+  }
+
+  // Whether some row sees a key of a panel.
+  bool holds_visible(const Row* row, int n_rows, int64_t first_key) const {
+    for (int r = 0; r < n_rows; ++r) {
+      const int64_t end = std::min(row[r].span.end, first_key + kColumns);
+      for (int64_t j = std::max(row[r].span.begin, first_key); j < end; ++j)
+        if (!hidden(row[r], j)) return true;
+    }
+    return false;
+  }
+
+  // What comes after the softcap on a row's scores of one panel: bias, ALiBi, -inf for what it does not see.
+  void adjust(Row& row, int64_t first_key, float* s) const {
+    const int begin = static_cast<int>(std::clamp<int64_t>(row.span.begin - first_key, 0, kColumns));
+    const int end = static_cast<int>(std::clamp<int64_t>(row.span.end - first_key, begin, kColumns));
+    if (begin == 0 && end == kColumns && !row.documents && (!row.mask || f.mask.column <= 1) &&
+        (!row.bias || f.bias.column <= 1))
+      return adjust_whole(row, first_key, s);
+    for (int c = 0; c < kColumns; ++c) {
+      const int64_t j = first_key + c;
+      const bool gone = c < begin || c >= end || (hides && hidden(row, j));
+      if (row.bias && !gone) s[c] += std::max(row.bias[j * f.bias.column] * kLog2E, kLowest);
+      if (row.slope != 0) s[c] -= row.slope * static_cast<float>(std::abs(row.position - j));
+      s[c] = gone ? -kInfinity : s[c];
+      row.visible += hides && !gone;
+    }
+  }
+
+  // The same for a panel that lies in the row's span whole, its cells beside each other.
+  void adjust_whole(Row& row, int64_t first_key, float* s) const {
+    Ints seen{};
+    for (int c = 0; c < kColumns; c += kLanes) {
+      const int64_t j = first_key + c;
+      Floats x = load(s + c);
+      Ints gone{};
+      if (row.bias) {
+        const Floats bias = f.bias.column ? load(row.bias + j) : all(*row.bias);
+        const Floats units = bias * kLog2E;  // a finite bias stays finite
+        gone |= bias == -kInfinity;
+        x += units < kLowest ? all(kLowest) : units;
+      }
+      if (row.slope != 0) {
+        const Floats distance =
+            all(static_cast<float>(row.position - j)) - __builtin_convertvector(iota(), Floats);
+        x -= row.slope * (Floats)((Ints)distance & INT32_MAX);
+      }
+      if (row.mask) gone |= f.mask.column ? load_bytes(row.mask + j) == 0 : all(*row.mask) == 0;
+      store(s + c, gone ? all(-kInfinity) : x);
+      seen -= gone == 0;
+    }
+    if (hides)
+      for (int lane = 0; lane < kLanes; ++lane) row.visible += seen[lane];
   }
 
   // Rows of D, times what turns a dot product into a score's logarithm base 2 (or, with a softcap,
@@ -318,34 +417,38 @@ class Kernel {
         }
   }
 
-  // -inf for the keys of a panel that a row does not see.
-  static void hide(Span seen, int64_t first_key, float* s) {
-    for (int c = 0; c < kColumns; ++c)
-      if (first_key + c < seen.begin || first_key + c >= seen.end) s[c] = -kInfinity;
-  }
-
   // value_tiles for a block with values that are not finite: only visible keys are multiplied.
-  static void value_exactly(int n_rows, const Columns* seen, const float* p, const float* panel,
-                            const Row* row, int64_t first, const float* rescale, float* o) {
+  void value_exactly(int n_rows, const Columns* seen, const float* p, const float* panel, const Row* row,
+                     int64_t first, const float* rescale, float* o) const {
     for (int r = 0; r < n_rows; ++r, p += kScoreRow, o += kColumns) {
       if (seen[r].from >= seen[r].to) continue;
       const int64_t begin = std::clamp<int64_t>(row[r].span.begin - first, seen[r].from, seen[r].to);
       const int64_t end = std::clamp<int64_t>(row[r].span.end - first, seen[r].from, seen[r].to);
       for (int c = 0; c < kColumns; ++c) {
         float acc = 0;
-        for (int64_t j = begin; j < end; ++j) acc += p[j] * panel[j * kColumns + c];
+        for (int64_t j = begin; j < end; ++j)
+          if (!hides || !hidden(row[r], first + j)) acc += p[j] * panel[j * kColumns + c];
         o[c] = o[c] * rescale[r] + acc;
       }
     }
   }
 
+  // The argmax of a row whose visible scores are all -inf.
+  int64_t first_visible(const Row& row) const {
+    int64_t j = row.span.begin;
+    while (hidden(row, j)) ++j;
+    return j;
+  }
+
   void finish(int64_t b, const Row& row, const Gathered& g, int r, const float* o) const {
     const int64_t at = (b * f.H + row.h) * f.L + row.i;
-    const bool empty = row.span.begin >= row.span.end;
+    const bool empty = row.visible == 0;
     // With a score of inf, or with none above -inf, the sums are not those of the definition: 0 / 0.
     const bool infinite = std::isinf(g.max[r]) && !(g.max[r] < 0 && std::isnan(g.total[r]));
     const double total = infinite && !empty ? kNaN : g.total[r];
-    const double max = std::isnan(g.total[r]) && !infinite ? kNaN : double(g.max[r]) * kLn2;
+    // kLowest stands for the type's lowest number, which has no like in units of log 2 (adjust).
+    const double units = g.max[r] == kLowest ? 1.0 : kLn2;
+    const double max = std::isnan(g.total[r]) && !infinite ? kNaN : double(g.max[r]) * units;
     const double log_total = f.lse || f.sinks || f.observe ? std::log(total) : 0.0;
     const double lse = empty ? -kInfinity : max + log_total;
     double share = 1;  // of the keys, beside the sink
@@ -379,11 +482,10 @@ class Kernel {
     const double entropy = rounded < 0 ? 0.0 : rounded;  // rounding
     if (f.max_logit) f.max_logit[at] = static_cast<float>(max);
     if (f.max_weight) f.max_weight[at] = static_cast<float>(empty ? 0.0 : 1.0 / weight);
-    if (f.argmax) f.argmax[at] = g.argmax[r];
+    if (f.argmax) f.argmax[at] = empty || g.argmax[r] >= 0 ? g.argmax[r] : first_visible(row);
     if (f.entropy) f.entropy[at] = static_cast<float>(entropy);
     if (f.evenness) {
-      const int64_t seen = row.span.end - row.span.begin;
-      f.evenness[at] = static_cast<float>(seen < 2 ? kNaN : entropy / std::log(double(seen)));
+      f.evenness[at] = static_cast<float>(row.visible < 2 ? kNaN : entropy / std::log(double(row.visible)));
     }
     if (f.effective_keys)
       f.effective_keys[at] = static_cast<float>(empty ? 0.0 : weight * weight / g.squares[r]);
@@ -394,6 +496,7 @@ class Kernel {
   const Forward& f;
   const int64_t group, value_panels, key_floats, padded_keys, key_blocks, heads_together, stream_rows,
       row_blocks;
+  const bool adds, hides;  // whether something is added to scores, and whether keys of a span may be hidden
   int64_t query_floats = 0, scratch_floats = 0;
   Buffer<float> scratch, packed;
   Buffer<uint8_t> unusual;

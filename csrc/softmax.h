@@ -57,7 +57,7 @@ struct Gathered {
         for (auto& lanes : sum_lanes) lanes[r] = Floats{};
     for (int r = 0; r < rows; r += kLanes)
       for (int k = 0; k < (kObserve ? kSums : 1); ++k) store(sum[k] + r, sum_each(sum_lanes[k] + r));
-    for (int r = 0; r < rows; ++r) merge<kObserve>(r, first);
+    for (int r = 0; r < rows; ++r) merge<kObserve>(r, first, scores + r * kScoreRow, seen[r]);
   }
 
  private:
@@ -116,7 +116,7 @@ struct Gathered {
   }
 
   template <bool kObserve>
-  MH_INLINE void merge(int r, int64_t first) {
+  MH_INLINE void merge(int r, int64_t first, const float* p_row, Columns seen) {
     const double scale = rescale[r], p = top_p[r];
     const double before = total[r] * scale, weight = sum[kWeight][r] + p;
     if constexpr (kObserve) {
@@ -130,7 +130,11 @@ struct Gathered {
       const double inner = sum[kSecondOrder][r] - from_top * sum[kFirstOrder][r];
       mean[r] += distance * share;
       spread[r] = scale * spread[r] + (inner < 0 ? 0.0 : inner) + distance * distance * before * share;
-      if (top[r] > old_max[r]) argmax[r] = first + top_at[r];
+      if (top[r] > old_max[r] && total[r] == total[r]) argmax[r] = first + top_at[r];
+      if (weight != weight && total[r] == total[r])  // the first NaN is the largest, as PyTorch has it
+        argmax[r] =
+            first +
+            (std::find_if(p_row + seen.from, p_row + seen.to, [](float x) { return x != x; }) - p_row);
     }
     total[r] = before + weight;
   }

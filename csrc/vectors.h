@@ -34,6 +34,13 @@ MH_INLINE void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
 MH_INLINE Floats all(float x) { return x - Floats{}; }
 MH_INLINE Ints all(int32_t x) { return x - Ints{}; }
 
+MH_INLINE Ints load_bytes(const uint8_t* from) {
+  typedef uint8_t Bytes __attribute__((vector_size(MH_LANES)));
+  Bytes v;
+  std::memcpy(&v, from, sizeof v);
+  return __builtin_convertvector(v, Ints);
+}
+
 template <int... I>
 struct Indices {};
 template <int N, int... I>

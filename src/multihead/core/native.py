@@ -1,4 +1,4 @@
-"""The way into the compiled core: what it serves, and its arrays."""
+"""The way into the compiled core: what it serves, and its arrays as addresses and strides."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ try:
 except ImportError:  # a source tree that was never built
     core = None
 
-# Statistics (B, H, L) that the core fills, in the order of its arguments.
-_FILLED = tuple(name for name in ROW_STATISTICS if name != "lse") + ("sink_mass",)
+# Statistics that the core fills, in the order of its argument.
+_FILLED = (*ROW_STATISTICS, "sink_mass", "class_mass")
+_NOWHERE = (0, 0, 0, 0)
 
 
 def can_use(problem: Problem, statistics: Statistics | None) -> str | None:
@@ -27,14 +28,8 @@ def can_use(problem: Problem, statistics: Statistics | None) -> str | None:
         return f"the compiled core runs on the CPU, and query is on {p.query.device}"
     if p.query.dtype is not torch.float32:
         return f"the compiled core is for float32 so far, and query is {p.query.dtype}"
-    for name in ("bias", "alibi_slopes"):
-        if getattr(p, name) is not None:
-            return f"{name} is not in the compiled core yet"
     if p.dropout_p:
         return "dropout is not in the compiled core yet"
-    visibility = p.visibility
-    if not (visibility.is_full or visibility.is_plain_causal) and visibility.spans() is None:
-        return "some row sees keys with a gap between them, or heads see different keys: the core takes one run a row"
     return None
 
 
@@ -46,26 +41,58 @@ def forward(problem: Problem, statistics: Statistics | None) -> Observation:
     """
     assert core is not None
     p, visibility = problem, problem.visibility
-    output = _empty_as(p.query, p.E)
-    spans = None if visibility.is_full or visibility.is_plain_causal else visibility.spans()
-    begin, end = (None, None) if spans is None else (spans[0].contiguous(), spans[1].contiguous())
-    sinks = None if p.sinks is None else _plain(p.sinks.float()).contiguous()
+    inputs = [_plain(x) for x in (p.query, p.key, p.value)]
+    tensors = (*inputs, _empty_as(p.query, p.E))
+    # Whatever an address is taken of lives until the call is over, in these names.
+    begin = end = mask = bias = classes = slopes = positions = None
+    documents: tuple[Tensor | None, Tensor | None] = (None, None)
+    causal, start = False, 0
+    if visibility.is_full:
+        pass
+    elif visibility.is_plain_causal:
+        causal, start = True, visibility.query_start
+    else:
+        spans = visibility.spans()
+        if spans is None:  # keys with a gap between them: a run that holds them all, and what is hidden in it
+            spans = visibility.bounds()
+            mask, documents = visibility.mask, _documents(p)
+        begin, end = (x.to(torch.int32).contiguous() for x in spans)
+    if p.bias is not None:
+        bias = _plain(p.bias.to(torch.float32))
+    if p.alibi_slopes is not None:
+        slopes = _plain(p.alibi_slopes.to(torch.float32)).contiguous()
+        positions = torch.as_tensor(visibility.query_start).expand(p.B).contiguous()
+    sinks = None if p.sinks is None else _plain(p.sinks.to(torch.float32)).contiguous()
     found: dict[str, Tensor] = {}
-    classes = None
     if statistics is not None:
         found = _empty_statistics(p, statistics)
         if statistics.classes is not None:
-            classes = statistics.classes.to(torch.int32)
-            classes = (classes if classes.ndim == 2 else classes[None]).contiguous()
-    start = visibility.query_start if spans is None else 0
+            classes = statistics.classes.to(torch.int32).contiguous()
     core.forward(
-        _plain(p.query), _plain(p.key), _plain(p.value), output, begin, end, visibility.causal, start, p.scale,
-        p.softcap or 0.0, sinks, classes, found.get("class_mass"), found.get("lse"),
-        *(found.get(name) for name in _FILLED), torch.get_num_threads(),
-    )  # fmt: skip
+        (p.B, p.H, p.G, p.L, p.S, p.D, p.E),
+        tuple(x.data_ptr() for x in tensors),
+        tuple(x.stride() for x in tensors),
+        (_address(begin), _address(end)),
+        0 if begin is None or len(begin) == 1 else p.L,
+        causal,
+        start,
+        (_address(mask), _address(bias)),
+        (_strides(mask), _strides(bias)),
+        tuple(map(_address, documents)),
+        (_address(slopes), _address(positions)),
+        p.scale,
+        p.softcap or 0.0,
+        _address(sinks),
+        _address(classes),
+        0 if classes is None or classes.ndim == 1 or len(classes) == 1 else p.S,
+        0 if classes is None or statistics is None else statistics.n_classes,
+        statistics is not None and statistics.names != ("lse",),
+        tuple(_address(found.get(name)) for name in _FILLED),
+        torch.get_num_threads(),
+    )
     if statistics is None:
-        return Observation(output)
-    return Observation(output, finish(_complete(p, statistics, found), visibility.query_mask))
+        return Observation(tensors[3])
+    return Observation(tensors[3], finish(_complete(p, statistics, found), visibility.query_mask))
 
 
 def _complete(p: Problem, statistics: Statistics, found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -98,8 +125,27 @@ def _empty_as(query: Tensor, width: int) -> Tensor:
     return torch.empty(B, H, L, width)
 
 
+def _documents(p: Problem) -> tuple[Tensor | None, Tensor | None]:
+    """The document of each key (B, S) and of each query (B, L); rows of no document have no span."""
+    ids = p.visibility.document_ids
+    if ids is None or p.S == 0:
+        return None, None
+    ids = ids.to(torch.int64).contiguous()
+    at = p.visibility.positions().clamp(0, p.S - 1).expand(p.B, -1)
+    return ids, ids.gather(1, at)
+
+
 def _plain(tensor: Tensor) -> Tensor:
-    """The same numbers as a tensor that can be handed over: without autograd's and a lazy negation's marks."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
+    """The same numbers where they lie in memory: a lazy negation is carried out."""
     return tensor.resolve_neg() if tensor.is_neg() else tensor
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _strides(cells: Tensor | None) -> tuple[int, ...]:
+    """Strides of a tensor that broadcasts to (B, H, L, S): 0 along an axis that it lacks."""
+    if cells is None:
+        return _NOWHERE
+    return tuple(0 if size == 1 else stride for size, stride in zip(cells.shape, cells.stride(), strict=True))
