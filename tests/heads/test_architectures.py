@@ -11,6 +11,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 import multihead as mh
+from multihead.heads.layers import uses_interface
 
 B, L, VOCAB = 3, 13, 67
 REAL = {
@@ -157,7 +158,10 @@ WEIGHTS = {
 
 @pytest.fixture(scope="module", params=ROWS, ids=lambda row: row.name)
 def case(request):
-    return request.param, request.param.build()
+    row = request.param
+    if row.name == "T5" and not uses_interface(transformers.models.t5.modeling_t5.T5Attention):
+        pytest.skip("T5 bypasses the attention interface in this release of transformers")
+    return row, row.build()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 # ruff: noqa: C408, E402
 import gc
+import inspect
 from typing import Any
 
 import pytest
@@ -29,33 +30,37 @@ def two_apart(b, h, q, k):
     return (q - k) % 2 == 0
 
 
+def in_one_block(b, h, q, k):
+    return (BLOCKS[b, q] == BLOCKS[b, k]) & (BLOCKS[b, q] >= 0)
+
+
 def not_far(b, h, q, k):
     return (q - k).abs() < 3
 
 
+in_own_positions = getattr(hf, "remap_positions_for_packed_sequence", lambda rule, positions: rule)
 RULES = {
     "causal": hf.causal_mask_function,
     "bidirectional": hf.bidirectional_mask_function,
     "window": hf.sliding_window_causal_mask_function(5),
-    "window both sides": hf.sliding_window_bidirectional_mask_function(2),
     "chunks": hf.chunked_causal_mask_function(3, torch.tensor([4, 0, 9])),
     "packed": hf.and_masks(
-        hf.remap_positions_for_packed_sequence(hf.causal_mask_function, POSITIONS),
+        in_own_positions(hf.causal_mask_function, POSITIONS),
         hf.packed_sequence_mask_function(PACKED),
     ),
     "packed window": hf.and_masks(
-        hf.remap_positions_for_packed_sequence(hf.sliding_window_causal_mask_function(2), POSITIONS),
+        in_own_positions(hf.sliding_window_causal_mask_function(2), POSITIONS),
         hf.packed_sequence_mask_function(PACKED),
     ),
 }
+if hasattr(hf, "sliding_window_bidirectional_mask_function"):  # since 5.1
+    RULES["window both sides"] = hf.sliding_window_bidirectional_mask_function(2)
 UNKNOWN = {
     "or, one run": hf.or_masks(hf.causal_mask_function, not_far),
-    "blocks": hf.or_masks(hf.causal_mask_function, hf.blockwise_overlay(BLOCKS)),
+    "blocks": hf.or_masks(hf.causal_mask_function, in_one_block),
     "and, gaps": hf.and_masks(hf.causal_mask_function, two_apart),
     "packed chunks": hf.and_masks(
-        hf.remap_positions_for_packed_sequence(
-            hf.chunked_causal_mask_function(3, torch.zeros(B, dtype=torch.int64)), POSITIONS
-        ),
+        in_own_positions(hf.chunked_causal_mask_function(3, torch.zeros(B, dtype=torch.int64)), POSITIONS),
         hf.packed_sequence_mask_function(PACKED),
     ),
 }
@@ -66,6 +71,9 @@ def both(rule, padding, q_length=L, kv_length=L, q_offset=0, kv_offset=0, use_vm
         batch_size=B, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
         mask_function=rule, attention_mask=padding, use_vmap=use_vmap,
     )  # fmt: skip
+    if "cache_position" in inspect.signature(hf.sdpa_mask).parameters:  # early releases
+        del given["q_length"], given["q_offset"]
+        given["cache_position"] = torch.arange(q_length) + q_offset
     theirs = hf.sdpa_mask(**given, allow_is_causal_skip=False)
     assert theirs is not None
     return make_mask(**given), theirs
