@@ -68,6 +68,11 @@ struct Forward {
 // Fills the output and the statistics; false when interrupted. Throws std::bad_alloc.
 bool forward(const Forward& problem);
 
+// Runs on the threads of an OpenMP runtime that is loaded from a file under `folder` (PyTorch's own),
+// rather than on a pool beside it that would fight it for the cores. False when there is none; then,
+// and in a child of fork(), where OpenMP's threads are gone, the core's own pool serves.
+bool share_threads(const char* folder);
+
 // The instruction-set level that `forward` uses, and how to choose another (tests do). set_level
 // answers false for a level that this build or this processor lacks.
 const char* level();

@@ -75,6 +75,8 @@ NB_MODULE(_native, m) {
         "query_start"_a, "cells"_a, "cell_layouts"_a, "documents"_a, "alibi"_a, "scale"_a, "softcap"_a,
         "sinks"_a, "classes"_a, "class_batch"_a, "n_classes"_a, "observe"_a, "statistics"_a, "threads"_a,
         "Attention into the arrays at the given addresses; see attention.h.");
+  m.def("share_threads", &multihead::share_threads, "folder"_a,
+        "Run on the threads of the OpenMP runtime loaded from under a folder; False when there is none.");
   m.def("level", &multihead::level, "The instruction-set level in use.");
   m.def("set_level", &multihead::set_level, "name"_a, "Choose a level; False when it is not here.");
   m.def("levels", &multihead::levels, "The levels that can be chosen here, best first.");

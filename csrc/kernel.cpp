@@ -239,10 +239,10 @@ class Kernel {
     const int64_t first_row = block * kRows;
     const int n_rows = static_cast<int>(std::min<int64_t>(kRows, stream_rows - first_row));
     Span some{f.S, 0};
-    for (int r = 0; r < n_rows; ++r) {
-      const int64_t at = first_row + r;
-      row[r] = row_of(b, first_head + at / f.L, at % f.L);
+    for (int64_t r = 0, h = first_head + first_row / f.L, i = first_row % f.L; r < n_rows; ++r) {
+      set_row(b, h, i, row[r]);
       if (row[r].span.begin < row[r].span.end) some = join(some, row[r].span);
+      if (++i == f.L) ++h, i = 0;
     }
     pack_queries(b, row, n_rows, query);
     gathered.clear();
@@ -276,16 +276,16 @@ class Kernel {
 
   static Span join(Span a, Span b) { return {std::min(a.begin, b.begin), std::max(a.end, b.end)}; }
 
-  Row row_of(int64_t b, int64_t h, int64_t i) const {
-    Row row{};
+  void set_row(int64_t b, int64_t h, int64_t i, Row& row) const {
     row.h = h, row.i = i, row.span = span_of(f, b, i);
     row.visible = hides ? 0 : std::max<int64_t>(0, row.span.end - row.span.begin);
-    if (f.mask.data) row.mask = f.mask.data + b * f.mask.batch + h * f.mask.head + i * f.mask.row;
-    if (f.bias.data) row.bias = f.bias.data + b * f.bias.batch + h * f.bias.head + i * f.bias.row;
-    if (f.key_documents)
-      row.documents = f.key_documents + b * f.S, row.document = f.query_documents[b * f.L + i];
-    if (f.slopes) row.slope = f.slopes[h] * kLog2E, row.position = f.positions[b] + i;
-    return row;
+    if (!adds && !hides) return;
+    row.mask = f.mask.data ? f.mask.data + b * f.mask.batch + h * f.mask.head + i * f.mask.row : nullptr;
+    row.bias = f.bias.data ? f.bias.data + b * f.bias.batch + h * f.bias.head + i * f.bias.row : nullptr;
+    row.documents = f.key_documents ? f.key_documents + b * f.S : nullptr;
+    row.document = f.key_documents ? f.query_documents[b * f.L + i] : 0;
+    row.slope = f.slopes ? f.slopes[h] * kLog2E : 0;
+    row.position = f.slopes ? f.positions[b] + i : 0;
   }
 
   // Whether a key of a row's span is hidden from it all the same.
@@ -327,13 +327,14 @@ class Kernel {
         const int begin = t * kTileRows, end = std::min(n_rows, next * kTileRows);
         if (sees(t))
           score(query + begin * f.D, keys + column * f.D, end - begin, scores + begin * kScoreRow + column);
-        for (int r = begin; r < end; ++r) {
-          float* const s = scores + r * kScoreRow + column;
-          const Span& all_see = every[r / kTileRows];
-          if (!sees(t))
-            std::fill_n(s, kColumns, -kInfinity);
-          else if (adds || hides || all_see.begin > first + column || all_see.end < first + column + kColumns)
-            adjust(row[r], first + column, s);
+        for (int u = t; u < next; ++u) {
+          const bool whole = every[u].begin <= first + column && every[u].end >= first + column + kColumns;
+          if (sees(u) && whole && !adds && !hides) continue;
+          for (int r = u * kTileRows; r < std::min(n_rows, (u + 1) * kTileRows); ++r)
+            if (float* const s = scores + r * kScoreRow + column; sees(u))
+              adjust(row[r], first + column, s);
+            else
+              std::fill_n(s, kColumns, -kInfinity);
         }
       }
   }
@@ -352,6 +353,11 @@ class Kernel {
   void adjust(Row& row, int64_t first_key, float* s) const {
     const int begin = static_cast<int>(std::clamp<int64_t>(row.span.begin - first_key, 0, kColumns));
     const int end = static_cast<int>(std::clamp<int64_t>(row.span.end - first_key, begin, kColumns));
+    if (!adds && !hides) {
+      std::fill_n(s, begin, -kInfinity);
+      std::fill_n(s + end, kColumns - end, -kInfinity);
+      return;
+    }
     if (begin == 0 && end == kColumns && !row.documents && (!row.mask || f.mask.column <= 1) &&
         (!row.bias || f.bias.column <= 1))
       return adjust_whole(row, first_key, s);

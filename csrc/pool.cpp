@@ -5,9 +5,15 @@
 
 #include <pthread.h>
 
+#if defined(__linux__)
+#include <dlfcn.h>
+#include <link.h>
+#endif
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstring>
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -114,14 +120,23 @@ class Pool {
   std::atomic<uint64_t> generation_{0};
 };
 
+// The way into an OpenMP runtime that the process has loaded already (share_threads).
+using Parallel = void (*)(void (*)(void*), void*, unsigned threads, unsigned flags);
+std::atomic<Parallel> openmp{nullptr};
+
 // A child of fork() has none of its parent's threads: it starts a pool of its own, and leaves the
 // parent's, whose locks may be held, alone. The pool lives as long as the process: at exit a
 // worker may be waiting inside it.
 std::atomic<Pool*> pool{nullptr};
 
-Pool& the_pool() {
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { pool.store(nullptr); });
+void forget_at_fork() {
+  static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { pool.store(nullptr), openmp.store(nullptr); });
   (void)registered;
+}
+
+Pool& the_pool() {
+  forget_at_fork();
   Pool* found = pool.load(std::memory_order_acquire);
   if (found) return *found;
   Pool* fresh = new Pool;
@@ -132,11 +147,54 @@ Pool& the_pool() {
 
 }  // namespace
 
+bool share_threads(const char* folder) {
+#if defined(__linux__)
+  struct Search {
+    const char* folder;
+    Parallel found;
+  } search{folder, nullptr};
+  dl_iterate_phdr(
+      [](dl_phdr_info* object, size_t, void* self) {
+        Search& s = *static_cast<Search*>(self);
+        if (!object->dlpi_name || std::strncmp(object->dlpi_name, s.folder, std::strlen(s.folder)) != 0 ||
+            !std::strstr(object->dlpi_name, "omp"))
+          return 0;
+        if (void* handle = dlopen(object->dlpi_name, RTLD_LAZY | RTLD_NOLOAD))
+          s.found = reinterpret_cast<Parallel>(dlsym(handle, "GOMP_parallel"));
+        return s.found ? 1 : 0;
+      },
+      &search);
+  forget_at_fork();
+  openmp.store(search.found, std::memory_order_release);
+  return search.found != nullptr;
+#else
+  (void)folder;
+  return false;
+#endif
+}
+
 bool run(int64_t items, int threads, Task task, Interrupted interrupted) {
   if (items <= 0) return true;
   Job job{task, items};
-  if (threads > items) threads = static_cast<int>(items);
-  if (threads <= 1 || !the_pool().try_run(job, threads, interrupted)) job.work(0, interrupted);
+  if (threads <= 1 || items == 1)
+    job.work(0, interrupted);
+  else if (const Parallel parallel = openmp.load(std::memory_order_acquire)) {
+    struct Team {
+      Job& job;
+      Interrupted interrupted;
+      std::thread::id caller;
+      std::atomic<int> others{1};
+    } team{job, interrupted, std::this_thread::get_id()};
+    // Always all threads of the team: another number would make the runtime build a new one.
+    parallel(
+        [](void* self) {
+          Team& t = *static_cast<Team*>(self);
+          const bool caller = std::this_thread::get_id() == t.caller;
+          t.job.work(caller ? 0 : t.others.fetch_add(1), caller ? t.interrupted : nullptr);
+        },
+        &team, static_cast<unsigned>(threads), 0);
+  } else if (!the_pool().try_run(job, threads, interrupted))
+    job.work(0, interrupted);
   return !job.cancelled.load();
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,9 @@ try:
     from . import _native as core
 except ImportError:  # a source tree that was never built
     core = None
+else:
+    # One team of threads for PyTorch's operators and ours: two would fight for the cores.
+    core.share_threads(str(Path(torch.__file__).parent))
 
 # Statistics that the core fills, in the order of its argument.
 _FILLED = (*ROW_STATISTICS, "sink_mass", "class_mass")
