@@ -198,6 +198,17 @@ def test_kept_queries_and_keys_give_exact_weights(padded):
     torch.testing.assert_close(part, record.weights(1)[:, 4, 3:8][..., [7, 2]], atol=1e-6, rtol=0)
 
 
+def test_a_bias_that_layers_share_counts_once_in_what_is_kept(tokens):
+    config = transformers.T5Config(d_model=21, d_kv=7, d_ff=29, num_layers=3, num_heads=3, vocab_size=VOCAB)
+    model = transformers.T5EncoderModel(config).eval()
+    if not find_layers(model):
+        pytest.skip("T5 bypasses the attention interface in this release of transformers")
+    with mh.watch(model, keep=("query", "key")) as record:
+        model(tokens)
+    assert record.kept_bytes == 4 * (3 * 2 * B * 3 * L * 7 + 3 * L * L)
+    torch.testing.assert_close(record.weights(2).sum(-1), torch.ones(B, 3, L))
+
+
 def test_weights_ask_for_what_they_need(model, tokens):
     with mh.watch(model) as record:
         model(tokens)

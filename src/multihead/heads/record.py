@@ -63,8 +63,13 @@ class Step:
 
     @property
     def kept_bytes(self) -> int:
-        """Memory that `keep=` takes in this step."""
-        return sum(value.nbytes for seen in self.seen.values() for value in seen.kept.values())
+        """Memory that `keep=` takes in this step: the copies, and each bias that layers share once."""
+        biases = {}
+        for seen in self.seen.values():
+            if seen.problem is not None and seen.problem.bias is not None:
+                biases[seen.problem.bias.data_ptr()] = seen.problem.bias.untyped_storage().nbytes()
+        copies = sum(value.nbytes for seen in self.seen.values() for value in seen.kept.values())
+        return copies + sum(biases.values())
 
     def stacked(self, name: str) -> Tensor:
         """One statistic of all layers: (layer, B, H, L, ...).
