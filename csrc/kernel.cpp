@@ -288,7 +288,7 @@ class Kernel {
     row.position = f.slopes ? f.positions[b] + i : 0;
   }
 
-  // Whether a key of a row's span is hidden from it all the same.
+  // Whether a key of a row's span is hidden from it all the same; asked only where `hides`.
   bool hidden(const Row& row, int64_t j) const {
     return (row.mask && !row.mask[j * f.mask.column]) ||
            (row.bias && row.bias[j * f.bias.column] == -kInfinity) ||
@@ -442,7 +442,7 @@ class Kernel {
   // The argmax of a row whose visible scores are all -inf.
   int64_t first_visible(const Row& row) const {
     int64_t j = row.span.begin;
-    while (hidden(row, j)) ++j;
+    while (hides && hidden(row, j)) ++j;
     return j;
   }
 
