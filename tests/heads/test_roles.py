@@ -106,9 +106,7 @@ def test_an_induction_head_scores_one_on_random_tokens_said_twice():
     table = score([reading], [3])
     assert list(table["role"]) == ["induction (random)"]
     assert row(table, "induction (random)")["score"] == pytest.approx(1)
-    assert row(table, "induction (random)")["baseline"] == pytest.approx(
-        sum(1 / (p + 1) for p in range(n, 2 * n)) / n
-    )
+    assert row(table, "induction (random)")["baseline"] == pytest.approx(sum(1 / (p + 1) for p in range(n, 2 * n)) / n)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -203,14 +201,20 @@ def test_a_label_needs_the_score_and_the_lift():
     assert found["score"] > ROLES["punctuation"].min_score and not found["label"]
 
 
+def test_a_label_needs_enough_rows():
+    # Of n tokens n - 2 rows see the token before the last and some other key.
+    for rows, label in ((roles.MIN_ROWS - 1, False), (roles.MIN_ROWS, True)):
+        tokens = make_tokens(causal=True, length=rows + 2)
+        found = row(score([read(hard(tokens, lambda p: p - 2), tokens)], [0]), "offset(2)")
+        assert found["score"] == 1 and found["label"] == label
+
+
 def test_a_general_role_names_a_head_only_if_no_other_does():
     tokens = Tokens.of(range(2, L + 2), ["w"] * L, [], causal=True)
     back = hard(tokens, lambda p: p - 1)
     both = 0.45 * back + 0.55 * hard(tokens, lambda p: 0)
     table = score([read(torch.cat([both, hard(tokens, lambda p: 0)], 1), tokens)], [0])
-    assert (
-        row(table, "first", 0)["label"] and row(table, "first", 0)["lift"] > row(table, "previous", 0)["lift"]
-    )
+    assert row(table, "first", 0)["label"] and row(table, "first", 0)["lift"] > row(table, "previous", 0)["lift"]
     assert main_roles(table) == {(0, 0): "previous", (0, 1): "first"}
 
 

@@ -20,7 +20,7 @@ from multihead.heads import export
 from multihead.heads.encoding import Encoded, cut, encode
 from multihead.heads.files import write_whole
 from multihead.heads.models import ModelFacts, OpenModel, facts_of, open_model
-from multihead.heads.roles import main_roles, score
+from multihead.heads.roles import MIN_ROWS, main_roles, score
 from multihead.heads.running import MOST_MAPPED, Runner
 from multihead.heads.sentence import Sentence, resolve
 
@@ -253,6 +253,8 @@ def _encode(opened: OpenModel, text: str | None, max_tokens: int | None, notes: 
         )
     if length < len(whole.tokens):
         notes.append(f"the text was cut to {length} of its {len(whole.tokens)} tokens")
+    if length < 4 * MIN_ROWS:
+        notes.append(f"{length} tokens are few to tell a habit from chance: a few hundred name roles well")
     return encoded
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 TEXT, REPEATED = "text", "random tokens said twice"
+MIN_ROWS = 8  # a label needs so many rows that count: on a text of a few tokens any pattern comes by chance
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,7 @@ ROLES: dict[str, Role] = _table(
     Role("previous", "attends to the token before", patterns.previous, 0.3, 0.25, VOITA),
     Role("next", "attends to the token after", patterns.following, 0.3, 0.25, CLARK),
     Role("self", "attends to the token itself", patterns.itself, 0.3, 0.25, CLARK),
-    *(
-        Role(f"offset({k})", f"attends {k} tokens back", patterns.offset(k), 0.3, 0.25, VOITA)
-        for k in range(2, 9)
-    ),
+    *(Role(f"offset({k})", f"attends {k} tokens back", patterns.offset(k), 0.3, 0.25, VOITA) for k in range(2, 9)),
     Role(
         "first",
         "rests on the first token (the attention sink)",
@@ -77,9 +75,7 @@ ROLES: dict[str, Role] = _table(
         XIAO,
         general=True,
     ),
-    Role(
-        "special", "rests on CLS, SEP, BOS and their like", patterns.special, 0.3, 0.25, CLARK, general=True
-    ),
+    Role("special", "rests on CLS, SEP, BOS and their like", patterns.special, 0.3, 0.25, CLARK, general=True),
     Role("punctuation", "attends to punctuation and symbols", patterns.punctuation, 0.4, 0.2, CLARK),
     Role("same token", "attends to other copies of this token", patterns.same_token, 0.25, 0.2, OLSSON),
     Role("induction", "attends to what followed this token before", patterns.induction, 0.25, 0.2, OLSSON),
@@ -121,9 +117,7 @@ def expect(tokens: Tokens, on: str = TEXT, roles: Mapping[str, Role] | None = No
     return Request({name: role.template(tokens) for name, role in roles.items() if role.on == on})
 
 
-def score(
-    readings: Sequence[Reading], layers: Sequence[int], roles: Mapping[str, Role] | None = None
-) -> DataFrame:
+def score(readings: Sequence[Reading], layers: Sequence[int], roles: Mapping[str, Role] | None = None) -> DataFrame:
     """Return a table with a row a (layer, head, role): score, baseline, lift, label.
 
     `layers` numbers the layers that the readings hold. A role whose keys no row sees (`next` in a causal
@@ -139,12 +133,13 @@ def score(
         texts = [_score_text(name, reading, len(layers)) for reading in measured]
         if not texts:
             continue
-        scores = torch.nanmean(torch.stack([s for s, _ in texts]), dim=0)  # (layer, H), each text equal
-        baselines = torch.nanmean(torch.stack([b for _, b in texts]), dim=0)  # (layer,)
+        scores = torch.nanmean(torch.stack([s for s, _, _ in texts]), dim=0)  # (layer, H), each text equal
+        baselines = torch.nanmean(torch.stack([b for _, b, _ in texts]), dim=0)  # (layer,)
+        enough = torch.stack([n for _, _, n in texts]).sum(0) >= MIN_ROWS
         if baselines.isnan().all():
             continue
         lifts = (scores - baselines[:, None]) / (1 - baselines[:, None])
-        labels = (scores >= role.min_score) & (lifts >= role.min_lift)
+        labels = (scores >= role.min_score) & (lifts >= role.min_lift) & enough[:, None]
         for i, layer in enumerate(layers):
             for head in range(scores.shape[1]):
                 numbers = scores[i, head].item(), baselines[i].item(), lifts[i, head].item()
@@ -153,17 +148,18 @@ def score(
     return table.sort_values(["layer", "head"], kind="stable", ignore_index=True)
 
 
-def _score_text(name: str, reading: Reading, n_layers: int) -> tuple[Tensor, Tensor]:
-    """Return one role's score (layer, H) and baseline (layer,) on one text, NaN where no row counts."""
+def _score_text(name: str, reading: Reading, n_layers: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return one role's score (layer, H), baseline and number of rows (layer,) on a text, NaN where no row counts."""
     expected = reading.request.expected[name]
-    scores, baselines = [], []
+    scores, baselines, rows = [], [], []
     for i in range(n_layers):
         counts, even = expected.rows(*reading.spans[i])
         of_layer = {key: tensors[i] for key, tensors in reading.statistics.items()}
         weight = reading.request.weight(name, of_layer)
         scores.append(weight[:, counts].double().mean(-1))
         baselines.append(even[counts].double().mean())
-    return torch.stack(scores), torch.stack(baselines)
+        rows.append(counts.sum())
+    return torch.stack(scores), torch.stack(baselines), torch.stack(rows)
 
 
 def main_roles(table: DataFrame, roles: Mapping[str, Role] | None = None) -> dict[tuple[int, int], str]:
