@@ -208,10 +208,11 @@ def test_the_cache_is_where_the_platform_keeps_caches(monkeypatch, tmp_path):
 def test_opening_prints_nothing_and_leaves_the_switches_as_they_were(gguf_file, cache, capfd):
     from transformers.utils import logging
 
-    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()
+    verbosity = logging.get_verbosity()
     open_model(str(gguf_file))
     assert capfd.readouterr() == ("", "")
-    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == (verbosity, True)
 
 
 def why(name):
@@ -363,6 +364,19 @@ def test_a_folder_opens_in_its_own_class(tmp_path, saved, config, loaded):
     assert {parameter.dtype for parameter in opened.model.parameters()} == {torch.float32}
     assert not opened.model.training
     assert opened.tokenizer("one two").input_ids == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("LlamaForCausalLM", "LlamaForCausalLM"), ("BertForMaskedLM", "BertModel")]
+)
+def test_a_config_that_names_no_class_opens_by_its_kind(tmp_path, saved, loaded):
+    config = getattr(transformers, saved).config_class(**TINY)
+    getattr(transformers, saved)(config).save_pretrained(tmp_path)
+    entries = json.loads((tmp_path / "config.json").read_text())
+    del entries["architectures"]
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    save_tokenizer(tmp_path)
+    assert type(open_model(str(tmp_path)).model).__name__ == loaded
 
 
 def build(name, config, **sizes):

@@ -118,7 +118,7 @@ def _convert(file: Path, folder: Path, tell: Progress) -> None:
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     unpack: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):
-        # Else transformers 5 keeps the weights packed where the package `kernels` is installed.
+        # Else transformers 5 marks the model as quantized, refuses to save it, and may keep its weights packed.
         unpack["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         with quiet(), _no_bar():
@@ -134,7 +134,6 @@ def _convert(file: Path, folder: Path, tell: Progress) -> None:
     except Exception as error:
         # The readers check little and raise whatever they meet in a broken file.
         raise ModelError(f"{file}: cannot be read as GGUF: {first_line(error)}") from error
-    _forget_quantization(model)
     try:
         with quiet():
             tell("saving the converted model", 0.9)
@@ -171,10 +170,3 @@ def _no_bar() -> Iterator[None]:
         yield
     finally:
         reader.tqdm = bar
-
-
-def _forget_quantization(model: Any) -> None:
-    """Drop the marks that the weights came quantized: they are float32 now, and not saved with such marks."""
-    for name in ("hf_quantizer", "quantization_method", "is_quantized", "_weight_conversions"):
-        vars(model).pop(name, None)
-    vars(model.config).pop("quantization_config", None)
