@@ -382,6 +382,7 @@ def test_the_keys_of_a_static_cache_are_copied_when_kept(tokens):
     options = dict(max_new_tokens=4, do_sample=False, pad_token_id=0, cache_implementation="static")
     with mh.watch(model, keep=("query", "key")) as record:
         model.generate(tokens, **options)
+    assert (record.steps[0].kept["key"][0][:, :, L:] == 0).all()  # what later steps wrote there is not seen
     first, last = record.steps[0].weights(0), record.steps[-1].weights(0)
     assert first.shape[2] == L and last.shape[2] == 1
     torch.testing.assert_close(first.sum(-1), torch.ones(B, 6, L))
