@@ -13,6 +13,7 @@ from .heads.registration import register_when_loaded
 if TYPE_CHECKING:
     from .core.functional import attention, explain, observe
     from .core.masking import documents_from
+    from .core.sdpa import scaled_dot_product_attention
     from .core.statistics import Observation, Statistics
     from .heads.report import HeadReport, look
     from .heads.watch import watch
@@ -26,6 +27,7 @@ _HOMES = {
     "Statistics": "core.statistics",
     "Observation": "core.statistics",
     "documents_from": "core.masking",
+    "scaled_dot_product_attention": "core.sdpa",
     "watch": "heads.watch",
     "look": "heads.report",
     "HeadReport": "heads.report",
@@ -41,6 +43,7 @@ __all__ = [
     "explain",
     "look",
     "observe",
+    "scaled_dot_product_attention",
     "watch",
 ]
 

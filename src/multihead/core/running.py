@@ -119,5 +119,5 @@ class Running:
         per_row = inverse.masked_fill(empty, 0).to(self.output.dtype)[..., None]
         found = {name: x.flatten(1, 2) for name, x in found.items()}
         for name, sums in (("output", self.output), ("class_mass", self.classes)):
-            found[name] = (sums.view(*per_row.shape[:-1], -1) * per_row).flatten(1, 2)
+            found[name] = (sums.view(*per_row.shape[:-1], sums.shape[-1]) * per_row).flatten(1, 2)
         return found
