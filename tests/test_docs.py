@@ -226,7 +226,7 @@ def test_files_that_the_design_names_exist_and_none_is_missing():
     assert named == there
 
 
-@pytest.mark.parametrize("name", ["core.functional", "core.statistics", "core.masking", "core.sdpa"])
+@pytest.mark.parametrize("name", ["core.functional", "core.statistics", "core.masking", "core.merge", "core.sdpa"])
 def test_examples_in_docstrings(name):
     module = import_module(f"multihead.{name}")
     result = doctest.testmod(module, extraglobs={"mh": mh})

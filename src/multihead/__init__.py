@@ -13,6 +13,7 @@ from .heads.registration import register_when_loaded
 if TYPE_CHECKING:
     from .core.functional import attention, explain, observe
     from .core.masking import documents_from
+    from .core.merge import merge
     from .core.sdpa import scaled_dot_product_attention
     from .core.statistics import Observation, Statistics
     from .heads.report import HeadReport, look
@@ -27,6 +28,7 @@ _HOMES = {
     "Statistics": "core.statistics",
     "Observation": "core.statistics",
     "documents_from": "core.masking",
+    "merge": "core.merge",
     "scaled_dot_product_attention": "core.sdpa",
     "watch": "heads.watch",
     "look": "heads.report",
@@ -42,6 +44,7 @@ __all__ = [
     "documents_from",
     "explain",
     "look",
+    "merge",
     "observe",
     "scaled_dot_product_attention",
     "watch",
