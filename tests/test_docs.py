@@ -112,6 +112,18 @@ def same_output(got, expected):
     )
 
 
+RECIPES = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+
+
+def run(blocks, names, page):
+    """Run a section's code and hold what it prints against the text behind it."""
+    for code, expected in blocks:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, page, "exec"), names)
+        assert expected is None or same_output(printed.getvalue(), expected), printed.getvalue()
+
+
 @pytest.mark.parametrize("section", blocks_by_section(README))
 def test_the_code_of_the_readme_prints_what_the_readme_says(section, request):
     blocks = blocks_by_section(README)[section]
@@ -120,12 +132,15 @@ def test_the_code_of_the_readme_prints_what_the_readme_says(section, request):
         pytest.importorskip("pandas")
     if any("path: native" in (expected or "") for _, expected in blocks) and native.core is None:
         pytest.skip("the compiled core is not built")
+    run(blocks, {}, f"README.md: {section}")
+
+
+def test_the_recipes_print_what_they_say():
     names = {}
-    for code, expected in blocks:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, f"README.md: {section}", "exec"), names)
-        assert expected is None or same_output(printed.getvalue(), expected), printed.getvalue()
+    sections = blocks_by_section(RECIPES)
+    assert len(sections) == RECIPES.count("\n## ")
+    for section, blocks in sections.items():
+        run(blocks, names, f"recipes.md: {section}")
 
 
 def test_other_output_would_be_found():
