@@ -80,6 +80,8 @@ struct Row {
 struct Block {
   Row row[kRows];
   Gathered gathered;
+  int64_t count;  // of keys, and its logarithm: rows of one mask often see as many
+  double log_count;
 };
 
 // The packed keys and values of one key/value head, a block of keys after the other. A block holds
@@ -156,6 +158,7 @@ class Kernel {
     scratch_floats = ceil_div(query_floats + kRows * kScoreRow + kRows * value_panels * kColumns, 16) * 16;
     scratch = allocate<float>(threads * scratch_floats);
     blocks = allocate<Block>(threads);
+    for (int t = 0; t < threads; ++t) blocks[t].count = 0;
   }
 
   void pack(int64_t kv, int64_t block, const Packed& to) const {
@@ -271,7 +274,7 @@ class Kernel {
           });
       }
     }
-    for (int r = 0; r < n_rows; ++r) finish(b, row[r], gathered, r, output + r * kColumns);
+    for (int r = 0; r < n_rows; ++r) finish(b, blocks[thread], r, output + r * kColumns);
   }
 
   static Span join(Span a, Span b) { return {std::min(a.begin, b.begin), std::max(a.end, b.end)}; }
@@ -446,7 +449,14 @@ class Kernel {
     return j;
   }
 
-  void finish(int64_t b, const Row& row, const Gathered& g, int r, const float* o) const {
+  static double log_of(int64_t count, Block& block) {
+    if (count != block.count) block.count = count, block.log_count = std::log(double(count));
+    return block.log_count;
+  }
+
+  void finish(int64_t b, Block& block, int r, const float* o) const {
+    const Row& row = block.row[r];
+    const Gathered& g = block.gathered;
     const int64_t at = (b * f.H + row.h) * f.L + row.i;
     const bool empty = row.visible == 0;
     // With a score of inf, or with none above -inf, the sums are not those of the definition: 0 / 0.
@@ -491,7 +501,7 @@ class Kernel {
     if (f.argmax) f.argmax[at] = empty || g.argmax[r] >= 0 ? g.argmax[r] : first_visible(row);
     if (f.entropy) f.entropy[at] = static_cast<float>(entropy);
     if (f.evenness) {
-      f.evenness[at] = static_cast<float>(row.visible < 2 ? kNaN : entropy / std::log(double(row.visible)));
+      f.evenness[at] = static_cast<float>(row.visible < 2 ? kNaN : entropy / log_of(row.visible, block));
     }
     if (f.effective_keys)
       f.effective_keys[at] = static_cast<float>(empty ? 0.0 : weight * weight / g.squares[r]);

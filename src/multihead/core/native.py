@@ -111,12 +111,11 @@ def _complete(p: Problem, statistics: Statistics, found: dict[str, Tensor]) -> d
 
 
 def _empty_statistics(p: Problem, statistics: Statistics) -> dict[str, Tensor]:
-    names = [name for name in statistics.names if name != "argmax"]
-    if p.sinks is not None:
-        names.append("sink_mass")
-    found = dict(zip(names, torch.empty(len(names), p.B, p.H, p.L).unbind(), strict=True))
-    if "argmax" in statistics.names:
-        found["argmax"] = torch.empty(p.B, p.H, p.L, dtype=torch.int64)
+    # Each on its own: small ones then come from memory that the last call gave back, not fresh from the system.
+    names = (*statistics.names, "sink_mass") if p.sinks is not None else statistics.names
+    found = {
+        name: torch.empty(p.B, p.H, p.L, dtype=torch.int64 if name == "argmax" else torch.float32) for name in names
+    }
     if statistics.classes is not None:
         found["class_mass"] = torch.empty(p.B, p.H, p.L, statistics.n_classes)
     return found
