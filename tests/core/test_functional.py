@@ -94,6 +94,12 @@ def test_explain_tells_path_reason_and_work(lab, monkeypatch):
     assert "L x S" in mh.explain(*lab.tensors(), impl="reference")
 
 
+def test_explain_of_no_queries_and_scattered_keys():
+    query, key = torch.randn(1, 2, 0, 3), torch.randn(1, 2, 5, 3)
+    told = mh.explain(query, key, key, mask=torch.tensor([True, False, True, True, False]))
+    assert "visible cells: 0 of 0" in told
+
+
 def test_import_needs_torch_only():
     blocked = ["transformers", "pandas", "rich", "typer", "matplotlib", "gguf", "scipy", "safetensors"]
     code = (

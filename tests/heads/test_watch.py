@@ -223,8 +223,8 @@ def test_weights_ask_for_what_they_need(model, tokens):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(layers=[3]), "no layer '3'; this model has 0, 1, 2"),
-        (dict(heads=["5.0"]), "no layer '5'"),
+        (dict(layers=[3]), "layers: no layer '3'; this model has 0, 1, 2"),
+        (dict(heads=["5.0"]), "heads: no layer '5'"),
         (dict(heads=["zero"]), "expected numbers or names such as"),
         (dict(keep=("values",)), "keep: expected names among"),
     ],

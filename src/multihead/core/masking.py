@@ -184,7 +184,7 @@ class Visibility:
         if spans is not None:
             return (spans[1] - spans[0]).to(torch.int64)[:, None]
         step = max(1, _ROWS_AT_ONCE // max(1, self.B * self.S))
-        blocks = [self.dense(slice(i, i + step)).sum(-1) for i in range(0, self.L, step)]
+        blocks = [self.dense(slice(i, i + step)).sum(-1) for i in range(0, max(1, self.L), step)]
         return torch.cat(blocks, -1)
 
     def _document_bounds(self, p: Tensor) -> tuple[Tensor, Tensor]:

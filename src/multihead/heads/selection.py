@@ -17,7 +17,7 @@ class Selection:
         self.everywhere: list[int] | None = None
         self.named: dict[str, list[int]] | None = None
         for layer in self.layers or ():
-            _check_layer(layer, names)
+            _check_layer("layers", layer, names)
         if heads is None:
             return
         heads = list(heads)
@@ -29,7 +29,7 @@ class Selection:
             layer, dot, number = head.rpartition(".")
             if not dot or not number.isdigit():
                 raise ValueError(f'heads: expected numbers or names such as "18.6", got {head!r}')
-            _check_layer(layer, names)
+            _check_layer("heads", layer, names)
             self.named.setdefault(layer, []).append(int(number))
 
     def __contains__(self, layer: str) -> bool:
@@ -47,6 +47,6 @@ class Selection:
         return chosen
 
 
-def _check_layer(layer: str, names: list[str]) -> None:
+def _check_layer(argument: str, layer: str, names: list[str]) -> None:
     if names and layer not in names:
-        raise ValueError(f"layers: no layer {layer!r}; this model has {', '.join(names)}")
+        raise ValueError(f"{argument}: no layer {layer!r}; this model has {', '.join(names)}")
