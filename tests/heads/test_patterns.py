@@ -24,9 +24,7 @@ def make_tokens(causal: bool, length: int = L, seed: int = 7, cls: bool = True) 
 def visible(tokens: Tokens, p: int, window: tuple[int | None, int | None]) -> set[int]:
     left, right = window
     last = p if tokens.causal else len(tokens) - 1
-    return {
-        j for j in range(last + 1) if (left is None or j >= p - left) and (right is None or j <= p + right)
-    }
+    return {j for j in range(last + 1) if (left is None or j >= p - left) and (right is None or j <= p + right)}
 
 
 def in_words(name: str, tokens: Tokens, p: int) -> set[int]:
@@ -81,9 +79,7 @@ def test_a_request_reads_overlapping_templates_out_of_one_pass():
     asked = request.statistics("lse")
     weights = torch.rand(3, L, L, generator=torch.Generator().manual_seed(3), dtype=torch.float64).softmax(-1)
     measured = {
-        "class_mass": torch.stack(
-            [weights[..., asked.classes == c].sum(-1) for c in range(asked.n_classes)], -1
-        ),
+        "class_mass": torch.stack([weights[..., asked.classes == c].sum(-1) for c in range(asked.n_classes)], -1),
         "offset_mass": torch.stack(
             [
                 torch.nn.functional.pad(weights, (8, 8)).diagonal(8 + k, dim1=-2, dim2=-1)[..., :L]

@@ -50,11 +50,11 @@ def write(path, add_bos=False):
     writer.add_rope_dimension_count(s["d_head"])
     writer.add_vocab_size(s["vocabulary"])
     letters = [chr(ord("a") + i) for i in range(26)]
-    tokens = ["<s>", "</s>", "<unk>", "Ġ", *letters, "Ġa", *"ABCDEF"]
+    tokens = ["<s>", "</s>", "<unk>", "Ġ", *letters, "Ġa", "Ġb", *"ABCDE"]
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
     writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
-    writer.add_token_merges(["Ġ a"])
+    writer.add_token_merges(["Ġ a", "Ġ b"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     writer.add_unk_token_id(2)

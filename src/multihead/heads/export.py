@@ -35,9 +35,7 @@ def json_text(report: HeadReport) -> str:
         "heads": sorted(report.heads, key=_by_number),
         "main_role": {f"{layer}.{head}": role for (layer, head), role in report.main_role.items()},
         "roles": report.roles.to_dict("records"),
-        "statistics": {
-            name: row_means(values) for name, values in report.statistics.items() if name not in _NO_MEAN
-        },
+        "statistics": {name: row_means(values) for name, values in report.statistics.items() if name not in _NO_MEAN},
         "sentence": {
             "text": report.sentence.text,
             "tokens": report.sentence.tokens,
@@ -99,9 +97,7 @@ def _clearest(report: HeadReport, most: int = 3) -> str:
         for row in best[best["label"]].head(most).to_dict("records"):
             name = f"{mark_of(role).letter} {role}"
             numbers = "".join(f"<td>{row[column]:.2f}</td>" for column in ("score", "baseline", "lift"))
-            rows.append(
-                f"<tr><td>{html.escape(name)}</td><td>{row['layer']}.{row['head']}</td>{numbers}</tr>"
-            )
+            rows.append(f"<tr><td>{html.escape(name)}</td><td>{row['layer']}.{row['head']}</td>{numbers}</tr>")
     header = "".join(f"<th>{name}</th>" for name in ("role", "head", "score", "baseline", "lift"))
     return f"<table><tr>{header}</tr>{''.join(rows)}</table>"
 

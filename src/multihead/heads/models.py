@@ -121,7 +121,8 @@ def facts_of(model: PreTrainedModel, name: str, source: str = "") -> ModelFacts:
         n_kv_heads=kv_heads,
         d_head=d_head,
         kind="MHA" if kv_heads == heads else "MQA" if kv_heads == 1 else "GQA",
-        causal=any(getattr(module, "is_causal", False) is True for module in model.modules()),
+        causal=model.config.is_encoder_decoder
+        or any(getattr(module, "is_causal", False) is True for module in model.modules()),
         architecture=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         max_positions=_max_positions(model, config),
