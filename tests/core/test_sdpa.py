@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import multihead as mh
-from multihead.core import dropout
+from multihead.core import dropout, sdpa
 
 L, S, D, E = 3, 7, 5, 11
 INF = float("inf")
@@ -162,6 +162,21 @@ def test_any_mask(lead, shape, kind):
     elif kind == "float with -inf":
         mask = mask.masked_fill(hidden, -INF)
     assert_same(mh.scaled_dot_product_attention, query, key, value, attn_mask=mask)
+
+
+def test_what_all_share_is_not_copied(monkeypatch):
+    """A mask that all batches share and keys that all heads share reach the computation as they are."""
+    given = {}
+
+    def attention(query, key, value, **options):
+        given.update(options, key=key)
+        return query
+
+    monkeypatch.setattr(sdpa, "attention", attention)
+    query, key, mask = torch.randn(2, 3, 5, L, D), torch.randn(1, 1, 1, S, D), torch.rand(1, 1, 1, L, S) < 0.5
+    mh.scaled_dot_product_attention(query, key, key, attn_mask=mask)
+    assert given["mask"].shape == (1, 1, L, S) and given["mask"].data_ptr() == mask.data_ptr()
+    assert given["key"].shape == (6, 1, S, D) and given["key"].data_ptr() == key.data_ptr()
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.7, 2, torch.tensor(0.3)])

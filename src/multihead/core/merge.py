@@ -72,8 +72,7 @@ class _Sides:
         return (share_a * a.to(share_a.dtype) + share_b * b.to(share_b.dtype)).to(a.dtype)
 
     def lse(self) -> Tensor:
-        both = torch.maximum(self.a["lse"], self.b["lse"]) + self._log_total()
-        return torch.where(self.nothing, -torch.inf, both)
+        return torch.maximum(self.a["lse"], self.b["lse"]) + self._log_total()
 
     def max_logit(self) -> Tensor:
         return torch.where(self._top_is_in_b(), self.b["max_logit"], self.a["max_logit"])
@@ -134,7 +133,7 @@ class _Sides:
         larger = (b > a) | (b.isnan() & ~a.isnan())
         if "argmax" not in self.a:
             return larger
-        return larger | ((a == b) & ~self.no_b & (self._argmax_of_b() < self.a["argmax"]))
+        return larger | ((a == b) & (self._argmax_of_b() < self.a["argmax"]))
 
     def _means(self) -> tuple[Tensor, Tensor]:
         """The mean position of each side; of a side without keys, the other's."""
