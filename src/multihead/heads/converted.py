@@ -31,8 +31,8 @@ def cache_folder() -> Path:
 def converted(file: Path, tell: Progress) -> Path:
     """Return a folder with a GGUF file's model and tokenizer as transformers saves them; make it if need be.
 
-    The folder's name holds the hash of the file and the version of transformers, since version 4 does not
-    read the tokenizers that version 5 saves. It is written beside and renamed: one that exists is whole.
+    The folder's name holds the hash of the file and the version of transformers, since versions differ in how
+    they convert. It is written beside and renamed: one that exists is whole.
 
     Raises:
         ModelError: the file is no GGUF, is broken, holds an architecture that transformers does not read, or
@@ -118,7 +118,7 @@ def _convert(file: Path, folder: Path, tell: Progress) -> None:
     source: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     unpack: dict[str, Any] = {}
     if hasattr(transformers, "GgufConfig"):
-        # Else transformers 5 marks the model as quantized, refuses to save it, and may keep its weights packed.
+        # Else newer versions mark the model as quantized, refuse to save it, and may keep its weights packed.
         unpack["quantization_config"] = transformers.GgufConfig(dequantize=True)
     try:
         with quiet(), _no_bar():
@@ -144,13 +144,14 @@ def _convert(file: Path, folder: Path, tell: Progress) -> None:
 
 
 def _keep_bos_rule(file: Path, tokenizer: Any) -> None:
-    """Let the file say whether texts begin with the BOS token; transformers 4 always puts one there."""
-    if getattr(tokenizer, "add_bos_token", False):
-        import gguf
+    """Let the file say whether texts begin with the BOS token; some versions of transformers do not ask it."""
+    import gguf
 
-        rule = gguf.GGUFReader(file).fields.get("tokenizer.ggml.add_bos_token")
-        if rule is not None and not rule.parts[rule.data[0]][0]:
-            tokenizer.add_bos_token = False
+    rule = gguf.GGUFReader(file).fields.get("tokenizer.ggml.add_bos_token")
+    if rule is not None:
+        begins = bool(rule.parts[rule.data[0]][0])
+        if begins != getattr(tokenizer, "add_bos_token", begins):
+            tokenizer.add_bos_token = begins
 
 
 @contextlib.contextmanager
