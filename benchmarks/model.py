@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from typing import Any
 
 WAYS = {
     "fused": "PyTorch's fused attention, nothing seen",
@@ -38,7 +39,7 @@ def one(tokens: int, way: str) -> Run:
     from multihead.heads.models import open_model
 
     opened = open_model("smollm2")
-    model = opened.model.base_model
+    model: Any = opened.model.base_model
     random = torch.Generator().manual_seed(0)
     ids = torch.randint(100, model.config.vocab_size, (1, tokens), generator=random)
     model.set_attn_implementation("eager" if way == "eager" else "sdpa")
