@@ -29,6 +29,7 @@ namespace MH_LEVEL {
 namespace {
 
 constexpr int kTiles = kRows / kTileRows;
+constexpr int64_t kDepth = 128;  // products summed in one go: a longer sum of a dot product rounds too often
 constexpr int64_t kFusedFloats = 96 * 1024;  // keys and values that fit the L2 cache beside a block
 constexpr double kSerialWork = 1.0e6;  // multiply-adds under which waking a thread costs more than it gives
 
@@ -416,7 +417,12 @@ class Kernel {
   // Scores of some rows on one panel of keys.
   void score(const float* query, const float* panel, int n_rows, float* out) const {
     by_tiles(n_rows, [&](auto rows, int r, int n) {
-      score_tiles<rows.count, kScoreRow>(query + r * f.D, panel, f.D, n, out + r * kScoreRow);
+      const float* const q = query + r * f.D;
+      float* const s = out + r * kScoreRow;
+      score_tiles<rows.count, kScoreRow, false>(q, f.D, panel, std::min(f.D, kDepth), n, s);
+      for (int64_t d = kDepth; d < f.D; d += kDepth)
+        score_tiles<rows.count, kScoreRow, true>(q + d, f.D, panel + d * kColumns, std::min(f.D - d, kDepth),
+                                                 n, s);
     });
     if (f.softcap)
       for (int r = 0; r < n_rows; ++r)

@@ -31,20 +31,24 @@ struct Columns {
 // loop all registers, and a call a tile would cost a tenth of the time.
 #define MH_LOOP inline __attribute__((noinline))
 
-// s (n tiles of R rows, kStride floats a row) = q (n * R, depth) . k (depth, kColumns)
-template <int R, int kStride>
-MH_LOOP void score_tiles(const float* q, const float* k, int64_t depth, int n, float* s) {
-  for (int t = 0; t < n; ++t, q += R * depth, s += R * kStride) {
+// s (n tiles of R rows, kStride floats a row) = q (n * R, depth; ld floats a row) . k (depth, kColumns),
+// added to what s holds if kAdd
+template <int R, int kStride, bool kAdd>
+MH_LOOP void score_tiles(const float* q, int64_t ld, const float* k, int64_t depth, int n, float* s) {
+  for (int t = 0; t < n; ++t, q += R * ld, s += R * kStride) {
     Floats acc[R][kPanelVectors] = {};
 #pragma GCC unroll 8
     for (int64_t d = 0; d < depth; ++d) {
       Floats key[kPanelVectors];
       for (int v = 0; v < kPanelVectors; ++v) key[v] = load(k + d * kColumns + v * kLanes);
       for (int r = 0; r < R; ++r)
-        for (int v = 0; v < kPanelVectors; ++v) acc[r][v] += q[r * depth + d] * key[v];
+        for (int v = 0; v < kPanelVectors; ++v) acc[r][v] += q[r * ld + d] * key[v];
     }
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < kPanelVectors; ++v) store(s + r * kStride + v * kLanes, acc[r][v]);
+      for (int v = 0; v < kPanelVectors; ++v) {
+        float* const at = s + r * kStride + v * kLanes;
+        store(at, kAdd ? load(at) + acc[r][v] : acc[r][v]);
+      }
   }
 }
 

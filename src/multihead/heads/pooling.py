@@ -23,12 +23,12 @@ def pooled_max(weights: Callable[[slice, slice], Tensor], edges: list[int], caus
     `weights(rows, keys)` gives exact weights (H, l, s); it is asked for one row of cells at a time, and in
     a causal model only up to the last key that these rows see.
     """
+    sizes = torch.tensor(edges).diff()
+    cell_of_key = torch.arange(len(sizes)).repeat_interleave(sizes)
     bands = []
     for cell, (begin, end) in enumerate(pairwise(edges)):
-        last = cell + 1 if causal else len(edges) - 1
-        best = weights(slice(begin, end), slice(0, edges[last])).amax(-2)  # (H, s)
-        band = torch.zeros(len(best), len(edges) - 1)
-        for place in range(last):
-            band[:, place] = best[:, edges[place] : edges[place + 1]].amax(-1)
-        bands.append(band)
+        last = edges[cell + 1] if causal else edges[-1]
+        best = weights(slice(begin, end), slice(0, last)).amax(-2)  # (H, s)
+        band = torch.zeros(len(best), len(sizes))
+        bands.append(band.scatter_reduce_(1, cell_of_key[:last].expand_as(best), best.to(band.dtype), "amax"))
     return torch.stack(bands, dim=1)

@@ -253,7 +253,7 @@ def _encode(opened: OpenModel, text: str | None, max_tokens: int | None, notes: 
         )
     if length < len(whole.tokens):
         notes.append(f"the text was cut to {length} of its {len(whole.tokens)} tokens")
-    if length < 4 * MIN_ROWS:
+    if length < 2 * MIN_ROWS:
         notes.append(f"{length} tokens are few to tell a habit from chance: a few hundred name roles well")
     return encoded
 
