@@ -177,8 +177,8 @@ def python(*arguments, **options):
 def test_help_loads_neither_torch_nor_transformers():
     script = (
         "import sys; sys.argv = ['multihead', 'look', '--help']\n"
-        "from multihead import cli\n"
-        "try: cli.main()\n"
+        "from multihead.__main__ import main\n"
+        "try: main()\n"
         "finally: print([name for name in ('torch', 'transformers', 'pandas') if name in sys.modules])"
     )
     out, err = python("-c", script).communicate(timeout=60)

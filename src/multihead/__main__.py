@@ -1,5 +1,15 @@
-"""`python -m multihead` is the command line."""
+"""`multihead` and `python -m multihead` start here: Ctrl-C ends at once, from before the first slow import on."""
 
-from multihead.cli import main
+from multihead.interrupt import ending_at_once
 
-main()
+
+def main() -> None:
+    """Run the command line."""
+    with ending_at_once():
+        from multihead.cli import main as run
+
+        run()
+
+
+if __name__ == "__main__":
+    main()

@@ -20,7 +20,7 @@ try:
 except ImportError as error:
     raise SystemExit(f"multihead: this needs {error.name}: pip install 'multihead[look]'") from error
 
-from multihead.interrupt import ending_at_once, unwinding
+from multihead.interrupt import unwinding
 from multihead.show.tokens import visible
 
 if TYPE_CHECKING:
@@ -32,17 +32,16 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 
 
 def main() -> None:
-    """Run the command line; `multihead` and `python -m multihead` start here."""
+    """Run the command line, inside what `__main__` sets up for Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without the shades shows question marks
-    with ending_at_once():
-        try:
-            app()
-        except BrokenPipeError:
-            # The reader, such as head, has what it wanted. Python would complain again when it closes stdout.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(0)
+    try:
+        app()
+    except BrokenPipeError:
+        # The reader, such as head, has what it wanted. Python would complain again when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
 
 
 def _print_version(wanted: bool) -> None:
