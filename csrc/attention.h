@@ -6,27 +6,30 @@
 
 namespace multihead {
 
+// How numbers are stored. The core computes in float, and in double where they are doubles.
+enum class Stored : int32_t { kFloat, kDouble, kBfloat16, kFloat16 };
+
 // A tensor (B, heads, rows, columns): strides in elements, any sign, zero for an expanded axis.
 struct Tensor {
-  float* data;
+  void* data;
   int64_t batch, head, row, column;
 };
 
 // A tensor that broadcasts to (B, H, L, S): a stride of 0 for each axis that it lacks.
-template <typename T>
 struct Cells {
-  const T* data;  // null: none
+  const void* data;  // null: none
   int64_t batch, head, row, column;
 };
 
 // Answers true when the caller wants to stop (Ctrl-C). Called on the calling thread only.
 using Interrupted = bool (*)();
 
-// One forward problem. Optional arrays are null when not asked for.
-struct Forward {
+// One attention problem: which scores there are. Optional arrays are null when not asked for.
+template <typename Real>
+struct Problem {
   int64_t B, H, G, L, S, D, E;
+  Stored stored;             // query, key, value and output
   Tensor query, key, value;  // (B, H, L, D), (B, G, S, D), (B, G, S, E)
-  Tensor output;             // (B, H, L, E)
 
   // Which keys row i of a sequence sees: [begin, end), from arrays of L a sequence; without them
   // [0, S), or [0, query_start + i + 1) when causal.
@@ -36,18 +39,27 @@ struct Forward {
   bool causal;
   int64_t query_start;
   // Of those, a row sees the keys where the mask is not 0, the bias not -inf, and the document its own.
-  Cells<uint8_t> mask;
-  Cells<float> bias;               // added to the scores
+  Cells mask;  // bytes
+  Cells bias;  // added to the scores
+  Stored bias_stored;
   const int64_t* key_documents;    // (B, S)
   const int64_t* query_documents;  // (B, L)
 
   // ALiBi: -slope * |p - j| is added to the scores, with row i at p = positions[b] + i.
-  const float* slopes;       // (H,)
+  const Real* slopes;        // (H,)
   const int64_t* positions;  // (B,)
 
-  float scale;
-  float softcap;       // 0: none
-  const float* sinks;  // (H,): take weight from the output and nothing else; lse is of the keys alone
+  double scale;
+  double softcap;  // 0: none
+
+  int threads;
+  Interrupted interrupted;
+};
+
+template <typename Real>
+struct Forward : Problem<Real> {
+  Tensor output;      // (B, H, L, E)
+  const Real* sinks;  // (H,): take weight from the output and nothing else; lse is of the keys alone
 
   // Classes of keys, as extra columns of the value: class_mass (B, H, L, C) sums the weights by class.
   const int32_t* classes;  // (B, S), below 0: in no class
@@ -56,24 +68,22 @@ struct Forward {
 
   // Statistics, each (B, H, L) contiguous.
   bool observe;  // any of those past lse is wanted
-  float *lse, *max_logit, *max_weight, *entropy, *evenness, *effective_keys, *key_mean, *key_variance,
+  Real *lse, *max_logit, *max_weight, *entropy, *evenness, *effective_keys, *key_mean, *key_variance,
       *sink_mass;
-  float* class_mass;
+  Real* class_mass;
   int64_t* argmax;
-
-  int threads;
-  Interrupted interrupted;
 };
 
 // Fills the output and the statistics; false when interrupted. Throws std::bad_alloc.
-bool forward(const Forward& problem);
+bool forward(const Forward<float>& problem);
+bool forward(const Forward<double>& problem);
 
 // Runs on the threads of an OpenMP runtime that is loaded from a file under `folder` (PyTorch's own),
 // rather than on a pool beside it that would fight it for the cores. False when there is none; then,
 // and in a child of fork(), where OpenMP's threads are gone, the core's own pool serves.
 bool share_threads(const char* folder);
 
-// The instruction-set level that `forward` uses, and how to choose another (tests do). set_level
+// The instruction-set level that the core uses, and how to choose another (tests do). set_level
 // answers false for a level that this build or this processor lacks.
 const char* level();
 bool set_level(const char* name);

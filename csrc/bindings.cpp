@@ -30,51 +30,96 @@ bool interrupted() {
   return PyErr_CheckSignals() != 0;
 }
 
-void forward(std::array<int64_t, 7> sizes, std::array<Address, 4> tensors, std::array<Layout, 4> layouts,
-             std::array<Address, 2> spans, int64_t span_batch, bool causal, int64_t query_start,
-             std::array<Address, 2> cells, std::array<Layout, 2> cell_layouts,
-             std::array<Address, 2> documents, std::array<Address, 2> alibi, float scale, float softcap,
-             Address sinks, Address classes, int64_t class_batch, int64_t n_classes, bool observe,
-             std::array<Address, 11> statistics, int threads) {
-  multihead::Forward f{};
-  f.B = sizes[0], f.H = sizes[1], f.G = sizes[2], f.L = sizes[3], f.S = sizes[4], f.D = sizes[5],
-  f.E = sizes[6];
-  multihead::Tensor* const placed[] = {&f.query, &f.key, &f.value, &f.output};
-  for (int i = 0; i < 4; ++i)
-    *placed[i] = {pointer<float>(tensors[i]), layouts[i][0], layouts[i][1], layouts[i][2], layouts[i][3]};
-  f.span_begin = pointer<int32_t>(spans[0]), f.span_end = pointer<int32_t>(spans[1]),
-  f.span_batch = span_batch;
-  f.causal = causal, f.query_start = query_start;
-  const auto& [mask, bias] = cell_layouts;
-  f.mask = {pointer<uint8_t>(cells[0]), mask[0], mask[1], mask[2], mask[3]};
-  f.bias = {pointer<float>(cells[1]), bias[0], bias[1], bias[2], bias[3]};
-  f.key_documents = pointer<int64_t>(documents[0]), f.query_documents = pointer<int64_t>(documents[1]);
-  f.slopes = pointer<float>(alibi[0]), f.positions = pointer<int64_t>(alibi[1]);
-  f.scale = scale, f.softcap = softcap, f.sinks = pointer<float>(sinks);
-  f.classes = pointer<int32_t>(classes), f.class_batch = class_batch, f.C = n_classes;
-  f.observe = observe;
-  float** const rows[] = {&f.lse,          &f.max_logit, &f.max_weight,     nullptr,
-                          &f.entropy,      &f.evenness,  &f.effective_keys, &f.key_mean,
-                          &f.key_variance, &f.sink_mass, &f.class_mass};
-  for (int i = 0; i < 11; ++i)
-    if (rows[i]) *rows[i] = pointer<float>(statistics[i]);
-  f.argmax = pointer<int64_t>(statistics[3]);
-  f.threads = threads, f.interrupted = interrupted;
+// The problem as native.py writes it down.
+struct Arguments {
+  std::array<int64_t, 7> sizes;
+  std::array<int, 2> stored;  // of the tensors, of the bias
+  std::array<Address, 3> tensors;
+  std::array<Layout, 3> layouts;
+  std::array<Address, 2> spans;
+  int64_t span_batch;
+  bool causal;
+  int64_t query_start;
+  std::array<Address, 2> cells;
+  std::array<Layout, 2> cell_layouts;
+  std::array<Address, 2> documents, alibi;
+  double scale, softcap;
+};
+
+multihead::Tensor tensor(Address address, const Layout& layout) {
+  return {pointer<void>(address), layout[0], layout[1], layout[2], layout[3]};
+}
+
+multihead::Cells cells(Address address, const Layout& layout) {
+  return {pointer<void>(address), layout[0], layout[1], layout[2], layout[3]};
+}
+
+template <typename Real>
+void fill(multihead::Problem<Real>& p, const Arguments& a, int threads) {
+  p.B = a.sizes[0], p.H = a.sizes[1], p.G = a.sizes[2], p.L = a.sizes[3], p.S = a.sizes[4], p.D = a.sizes[5],
+  p.E = a.sizes[6];
+  p.stored = static_cast<multihead::Stored>(a.stored[0]);
+  p.query = tensor(a.tensors[0], a.layouts[0]), p.key = tensor(a.tensors[1], a.layouts[1]);
+  p.value = tensor(a.tensors[2], a.layouts[2]);
+  p.span_begin = pointer<int32_t>(a.spans[0]), p.span_end = pointer<int32_t>(a.spans[1]);
+  p.span_batch = a.span_batch, p.causal = a.causal, p.query_start = a.query_start;
+  p.mask = cells(a.cells[0], a.cell_layouts[0]), p.bias = cells(a.cells[1], a.cell_layouts[1]);
+  p.bias_stored = static_cast<multihead::Stored>(a.stored[1]);
+  p.key_documents = pointer<int64_t>(a.documents[0]), p.query_documents = pointer<int64_t>(a.documents[1]);
+  p.slopes = pointer<Real>(a.alibi[0]), p.positions = pointer<int64_t>(a.alibi[1]);
+  p.scale = a.scale, p.softcap = a.softcap;
+  p.threads = threads, p.interrupted = interrupted;
+}
+
+// Runs without the interpreter's lock; raises what a signal handler raised.
+template <typename F>
+void release(F&& body) {
   bool complete;
   {
-    nb::gil_scoped_release release;
-    complete = multihead::forward(f);
+    nb::gil_scoped_release gil;
+    complete = body();
   }
   if (!complete) throw nb::python_error();
+}
+
+template <typename Real>
+void forward_as(const Arguments& arguments, Address output, const Layout& layout, Address sinks,
+                Address classes, int64_t class_batch, int64_t n_classes, bool observe,
+                const std::array<Address, 11>& statistics, int threads) {
+  multihead::Forward<Real> f{};
+  fill(f, arguments, threads);
+  f.output = tensor(output, layout), f.sinks = pointer<Real>(sinks);
+  f.classes = pointer<int32_t>(classes), f.class_batch = class_batch, f.C = n_classes;
+  f.observe = observe;
+  Real** const rows[] = {&f.lse,          &f.max_logit, &f.max_weight,     nullptr,
+                         &f.entropy,      &f.evenness,  &f.effective_keys, &f.key_mean,
+                         &f.key_variance, &f.sink_mass, &f.class_mass};
+  for (int i = 0; i < 11; ++i)
+    if (rows[i]) *rows[i] = pointer<Real>(statistics[i]);
+  f.argmax = pointer<int64_t>(statistics[3]);
+  release([&] { return multihead::forward(f); });
+}
+
+void forward(const Arguments& arguments, Address output, const Layout& layout, Address sinks, Address classes,
+             int64_t class_batch, int64_t n_classes, bool observe, const std::array<Address, 11>& statistics,
+             int threads) {
+  const bool wide = arguments.stored[0] == static_cast<int>(multihead::Stored::kDouble);
+  (wide ? forward_as<double> : forward_as<float>)(arguments, output, layout, sinks, classes, class_batch,
+                                                  n_classes, observe, statistics, threads);
 }
 
 }  // namespace
 
 NB_MODULE(_native, m) {
-  m.def("forward", &forward, "sizes"_a, "tensors"_a, "layouts"_a, "spans"_a, "span_batch"_a, "causal"_a,
-        "query_start"_a, "cells"_a, "cell_layouts"_a, "documents"_a, "alibi"_a, "scale"_a, "softcap"_a,
-        "sinks"_a, "classes"_a, "class_batch"_a, "n_classes"_a, "observe"_a, "statistics"_a, "threads"_a,
-        "Attention into the arrays at the given addresses; see attention.h.");
+  nb::class_<Arguments>(m, "Problem", "An attention problem: addresses and strides; see attention.h.")
+      .def(nb::init<std::array<int64_t, 7>, std::array<int, 2>, std::array<Address, 3>, std::array<Layout, 3>,
+                    std::array<Address, 2>, int64_t, bool, int64_t, std::array<Address, 2>,
+                    std::array<Layout, 2>, std::array<Address, 2>, std::array<Address, 2>, double, double>(),
+           "sizes"_a, "stored"_a, "tensors"_a, "layouts"_a, "spans"_a, "span_batch"_a, "causal"_a,
+           "query_start"_a, "cells"_a, "cell_layouts"_a, "documents"_a, "alibi"_a, "scale"_a, "softcap"_a);
+  m.def("forward", &forward, "problem"_a, "output"_a, "layout"_a, "sinks"_a, "classes"_a, "class_batch"_a,
+        "n_classes"_a, "observe"_a, "statistics"_a, "threads"_a,
+        "Attention into the arrays at the given addresses.");
   m.def("share_threads", &multihead::share_threads, "folder"_a,
         "Run on the threads of the OpenMP runtime loaded from under a folder; False when there is none.");
   m.def("level", &multihead::level, "The instruction-set level in use.");

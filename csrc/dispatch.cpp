@@ -7,9 +7,12 @@
 
 namespace multihead {
 
-#define MH_DECLARE(name)                \
-  namespace name {                      \
-  bool forward(const Forward& problem); \
+#define MH_DECLARE(level)                         \
+  namespace level##_float {                       \
+    bool forward(const Forward<float>& problem);  \
+  }                                               \
+  namespace level##_double {                      \
+    bool forward(const Forward<double>& problem); \
   }
 #if MH_HAVE_AVX512
 MH_DECLARE(avx512)
@@ -29,11 +32,20 @@ MH_DECLARE(baseline)
 
 namespace {
 
+template <typename Real>
+struct Entries {
+  bool (*forward)(const Forward<Real>&);
+};
+
 struct Level {
   const char* name;
-  bool (*forward)(const Forward&);
   bool (*supported)();
+  Entries<float> of_float;
+  Entries<double> of_double;
 };
+
+#define MH_ENTRIES(level) \
+  {level##_float::forward}, { level##_double::forward }
 
 bool always() { return true; }
 #if defined(__x86_64__)
@@ -42,25 +54,27 @@ bool has_avx512() {
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("fma");
 }
-bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
 #endif
 
 // Best first. `wide` (a test build: AVX-512's width in AVX2 instructions) is never chosen by itself.
 const Level kLevels[] = {
 #if MH_HAVE_AVX512
-    {"avx512", avx512::forward, has_avx512},
+    {"avx512", has_avx512, MH_ENTRIES(avx512)},
 #endif
 #if MH_HAVE_AVX2
-    {"avx2", avx2::forward, has_avx2},
+    {"avx2", has_avx2, MH_ENTRIES(avx2)},
 #endif
 #if MH_HAVE_NEON
-    {"neon", neon::forward, always},
+    {"neon", always, MH_ENTRIES(neon)},
 #endif
 #if MH_HAVE_BASELINE
-    {"baseline", baseline::forward, always},
+    {"baseline", always, MH_ENTRIES(baseline)},
 #endif
 #if MH_HAVE_WIDE
-    {"wide", wide::forward, has_avx2},
+    {"wide", has_avx2, MH_ENTRIES(wide)},
 #endif
 };
 
@@ -77,7 +91,8 @@ std::atomic<const Level*>& chosen() {
 
 }  // namespace
 
-bool forward(const Forward& problem) { return chosen().load()->forward(problem); }
+bool forward(const Forward<float>& problem) { return chosen().load()->of_float.forward(problem); }
+bool forward(const Forward<double>& problem) { return chosen().load()->of_double.forward(problem); }
 
 const char* level() { return chosen().load()->name; }
 

@@ -18,4 +18,12 @@ struct Task {
 // has the pool, this one works alone. False when interrupted; then some items were not run.
 bool run(int64_t items, int threads, Task task, Interrupted interrupted);
 
+// The same with a function of (item, thread).
+template <typename F>
+bool for_each(int64_t items, int threads, Interrupted interrupted, F&& body) {
+  const Task task{[](void* self, int64_t item, int thread) { (*static_cast<F*>(self))(item, thread); },
+                  &body};
+  return run(items, threads, task, interrupted);
+}
+
 }  // namespace multihead

@@ -6,24 +6,15 @@
 // that key. Blocks are merged in double; mean and variance by Chan, Golub and LeVeque (1979).
 #pragma once
 
-#include <algorithm>
-
-#include "tiles.h"
+#include "scores.h"
 
 namespace multihead {
-namespace MH_LEVEL {
-
-constexpr int kRows = 144;             // query rows of a block
-constexpr int kKeys = 256;             // keys of a block
-constexpr int kScoreRow = kKeys + 16;  // floats from one row of scores to the next: not a power of two
-
-static_assert(kRows % kTileRows == 0 && kRows % kLanes == 0 && kKeys % kColumns == 0,
-              "blocks are whole tiles");
+namespace MH_BUILD {
 
 // What kRows query rows have gathered so far.
 struct Gathered {
-  alignas(64) float max[kRows];       // of the scores
-  alignas(64) float rescale[kRows];   // what the newest block multiplies the output by
+  alignas(64) Real max[kRows];        // of the scores
+  alignas(64) Real rescale[kRows];    // what the newest block multiplies the output by
   alignas(64) double total[kRows];    // sum of p
   alignas(64) double moment[kRows];   // sum of p (s - max)
   alignas(64) double squares[kRows];  // sum of p^2
@@ -40,13 +31,13 @@ struct Gathered {
   // Turns a block of scores into weights, in place, and adds them up: of row r the columns seen[r], in
   // whole panels. `first`: the position of column 0.
   template <bool kObserve>
-  void add(float* scores, int rows, const Columns* seen, int64_t first) {
+  void add(Real* scores, int rows, const Columns* seen, int64_t first) {
     find_top(scores, rows, seen);
     for (int r = 0; r < kRows; r += kLanes) {
-      const Floats old = load(max + r), newest = load(top + r);
-      const Floats both = newest > old ? newest : old;
-      const Floats base = both == -kInfinity ? Floats{} : both;
-      const Floats x = newest - base;
+      const Reals old = load(max + r), newest = load(top + r);
+      const Reals both = newest > old ? newest : old;
+      const Reals base = both == -kInfinity ? Reals{} : both;
+      const Reals x = newest - base;
       store(old_max + r, old), store(max + r, both), store(zero + r, base), store(top_x + r, x);
       store(rescale + r, exp2(floored(old - base))), store(top_p + r, exp2(floored(x)));
     }
@@ -54,7 +45,7 @@ struct Gathered {
       if (seen[r].from < seen[r].to)
         weigh<kObserve>(scores + r * kScoreRow, seen[r], r);
       else
-        for (auto& lanes : sum_lanes) lanes[r] = Floats{};
+        for (auto& lanes : sum_lanes) lanes[r] = Reals{};
     for (int r = 0; r < rows; r += kLanes)
       for (int k = 0; k < (kObserve ? kSums : 1); ++k) store(sum[k] + r, sum_each(sum_lanes[k] + r));
     for (int r = 0; r < rows; ++r) merge<kObserve>(r, first, scores + r * kScoreRow, seen[r]);
@@ -62,49 +53,49 @@ struct Gathered {
 
  private:
   // Of the newest block: its largest score, where that is, and sums over its other keys.
-  alignas(64) float top[kRows], top_x[kRows], top_p[kRows], old_max[kRows], zero[kRows];
+  alignas(64) Real top[kRows], top_x[kRows], top_p[kRows], old_max[kRows], zero[kRows];
   int top_at[kRows];
   enum Sum { kWeight, kMoment, kSquares, kFirstOrder, kSecondOrder, kSums };
-  Floats sum_lanes[kSums][kRows];
-  alignas(64) float sum[kSums][kRows];
+  Reals sum_lanes[kSums][kRows];
+  alignas(64) Real sum[kSums][kRows];
 
-  MH_LOOP void find_top(float* scores, int rows, const Columns* seen) {
+  MH_LOOP void find_top(Real* scores, int rows, const Columns* seen) {
     std::fill_n(top, kRows, -kInfinity);
     for (int r = 0; r < rows; ++r) {
-      const float* const s = scores + r * kScoreRow;
-      Floats best = all(-kInfinity);
+      const Real* const s = scores + r * kScoreRow;
+      Reals best = all(-kInfinity);
       Ints best_at{}, column = iota() + seen[r].from;
       for (int c = seen[r].from; c < seen[r].to; c += kLanes, column += kLanes) {
-        const Floats x = load(s + c);
+        const Reals x = load(s + c);
         const Ints better = x > best;
         best = better ? x : best;
         best_at = better ? column : best_at;
       }
       top[r] = lanes_max(best);
       // The lowest column of equals. With nothing above -inf, none is taken out.
-      top_at[r] = lanes_min(best == top[r] ? best_at : all(kKeys));
+      top_at[r] = static_cast<int>(lanes_min(best == top[r] ? best_at : all(Int{kKeys})));
     }
   }
 
   template <bool kObserve>
-  MH_LOOP void weigh(float* s, Columns seen, int r) {
+  MH_LOOP void weigh(Real* s, Columns seen, int r) {
     const bool any = top[r] > -kInfinity;
     if (any) s[top_at[r]] = -kInfinity;
-    const float base = zero[r];
-    Floats weight{}, moment{}, squares{}, first_order{}, second_order{};
-    Floats offset = __builtin_convertvector(iota() + (seen.from - top_at[r]), Floats);
+    const Real base = zero[r];
+    Reals weight{}, moment{}, squares{}, first_order{}, second_order{};
+    Reals offset = __builtin_convertvector(iota() + (seen.from - top_at[r]), Reals);
     for (int c = seen.from; c < seen.to; c += kLanes) {
-      const Floats x = floored(load(s + c) - base);
-      const Floats p = exp2(x);
+      const Reals x = floored(load(s + c) - base);
+      const Reals p = exp2(x);
       store(s + c, p);
       weight += p;
       if constexpr (kObserve) {
         moment += p * x;
         squares += p * p;
-        const Floats lever = p * offset;
+        const Reals lever = p * offset;
         first_order += lever;
         second_order += lever * offset;
-        offset += float(kLanes);
+        offset += Real(kLanes);
       }
     }
     if (any) s[top_at[r]] = top_p[r];
@@ -116,7 +107,7 @@ struct Gathered {
   }
 
   template <bool kObserve>
-  MH_INLINE void merge(int r, int64_t first, const float* p_row, Columns seen) {
+  MH_INLINE void merge(int r, int64_t first, const Real* p_row, Columns seen) {
     const double scale = rescale[r], p = top_p[r];
     const double before = total[r] * scale, weight = sum[kWeight][r] + p;
     if constexpr (kObserve) {
@@ -133,12 +124,11 @@ struct Gathered {
       if (top[r] > old_max[r] && total[r] == total[r]) argmax[r] = first + top_at[r];
       if (weight != weight && total[r] == total[r])  // the first NaN is the largest, as PyTorch has it
         argmax[r] =
-            first +
-            (std::find_if(p_row + seen.from, p_row + seen.to, [](float x) { return x != x; }) - p_row);
+            first + (std::find_if(p_row + seen.from, p_row + seen.to, [](Real x) { return x != x; }) - p_row);
     }
     total[r] = before + weight;
   }
 };
 
-}  // namespace MH_LEVEL
+}  // namespace MH_BUILD
 }  // namespace multihead

@@ -12,7 +12,7 @@
 #include "vectors.h"
 
 namespace multihead {
-namespace MH_LEVEL {
+namespace MH_BUILD {
 
 constexpr int kTileRows = 6;
 #if defined(__aarch64__)
@@ -34,19 +34,19 @@ struct Columns {
 // s (n tiles of R rows, kStride floats a row) = q (n * R, depth; ld floats a row) . k (depth, kColumns),
 // added to what s holds if kAdd
 template <int R, int kStride, bool kAdd>
-MH_LOOP void score_tiles(const float* q, int64_t ld, const float* k, int64_t depth, int n, float* s) {
+MH_LOOP void score_tiles(const Real* q, int64_t ld, const Real* k, int64_t depth, int n, Real* s) {
   for (int t = 0; t < n; ++t, q += R * ld, s += R * kStride) {
-    Floats acc[R][kPanelVectors] = {};
+    Reals acc[R][kPanelVectors] = {};
 #pragma GCC unroll 8
     for (int64_t d = 0; d < depth; ++d) {
-      Floats key[kPanelVectors];
+      Reals key[kPanelVectors];
       for (int v = 0; v < kPanelVectors; ++v) key[v] = load(k + d * kColumns + v * kLanes);
       for (int r = 0; r < R; ++r)
         for (int v = 0; v < kPanelVectors; ++v) acc[r][v] += q[r * ld + d] * key[v];
     }
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < kPanelVectors; ++v) {
-        float* const at = s + r * kStride + v * kLanes;
+        Real* const at = s + r * kStride + v * kLanes;
         store(at, kAdd ? load(at) + acc[r][v] : acc[r][v]);
       }
   }
@@ -55,21 +55,21 @@ MH_LOOP void score_tiles(const float* q, int64_t ld, const float* k, int64_t dep
 // o (n tiles of R rows, kColumns) = o * rescale (n * R,) + p (n * R, kStride floats a row) . v (keys,
 // kColumns), tile t over the keys of seen[t] only.
 template <int R, int kStride>
-MH_LOOP void value_tiles(const float* p, const float* v, const Columns* seen, int n, const float* rescale,
-                         float* o) {
+MH_LOOP void value_tiles(const Real* p, const Real* v, const Columns* seen, int n, const Real* rescale,
+                         Real* o) {
   for (int t = 0; t < n; ++t, p += R * kStride, rescale += R, o += R * kColumns) {
     if (seen[t].from >= seen[t].to) continue;
-    Floats acc[R][kPanelVectors] = {};
+    Reals acc[R][kPanelVectors] = {};
 #pragma GCC unroll 8
     for (int64_t j = seen[t].from, end = seen[t].to; j < end; ++j) {
-      Floats value[kPanelVectors];
+      Reals value[kPanelVectors];
       for (int u = 0; u < kPanelVectors; ++u) value[u] = load(v + j * kColumns + u * kLanes);
       for (int r = 0; r < R; ++r)
         for (int u = 0; u < kPanelVectors; ++u) acc[r][u] += p[r * kStride + j] * value[u];
     }
     for (int r = 0; r < R; ++r)
       for (int u = 0; u < kPanelVectors; ++u) {
-        float* const at = o + r * kColumns + u * kLanes;
+        Real* const at = o + r * kColumns + u * kLanes;
         store(at, load(at) * rescale[r] + acc[r][u]);
       }
   }
@@ -99,5 +99,5 @@ MH_INLINE void by_tiles(int n, F&& f) {
   }
 }
 
-}  // namespace MH_LEVEL
+}  // namespace MH_BUILD
 }  // namespace multihead

@@ -1,38 +1,45 @@
-// Vectors of a width given by the build: MH_LANES floats. Everything here is GCC/Clang vector
-// extensions, so one source serves every instruction set.
+// Vectors of a type and a width given by the build: MH_LANES of MH_REAL, float or double. Everything here
+// is GCC/Clang vector extensions, so one source serves every instruction set.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
+#include <type_traits>
 
-#ifndef MH_LANES
-#error "MH_LANES: the number of floats in a vector (4, 8 or 16)"
+#if !defined(MH_LANES) || !defined(MH_REAL) || !defined(MH_BUILD)
+#error \
+    "MH_REAL: float or double; MH_LANES: how many of them a vector has; MH_BUILD: the namespace of this build"
 #endif
 
 #define MH_INLINE inline __attribute__((always_inline))
 
 namespace multihead {
-namespace MH_LEVEL {
+namespace MH_BUILD {
 
 constexpr int kLanes = MH_LANES;
 
-typedef float Floats __attribute__((vector_size(4 * MH_LANES)));
-typedef int32_t Ints __attribute__((vector_size(4 * MH_LANES)));
+using Real = MH_REAL;
+using Int = std::conditional_t<sizeof(Real) == 4, int32_t, int64_t>;
+typedef Real Reals __attribute__((vector_size(sizeof(Real) * MH_LANES)));
+typedef Int Ints __attribute__((vector_size(sizeof(Real) * MH_LANES)));
 
-constexpr float kInfinity = __builtin_inff();
-constexpr float kLog2E = 1.44269504088896340736f;
+constexpr bool kSingle = sizeof(Real) == 4;
+constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
+constexpr Int kSignBit = std::numeric_limits<Int>::min(), kOtherBits = std::numeric_limits<Int>::max();
+constexpr double kLog2E = 1.44269504088896340736;
 constexpr double kLn2 = 0.69314718055994530942;
 
-MH_INLINE Floats load(const float* from) {
-  Floats v;
+MH_INLINE Reals load(const Real* from) {
+  Reals v;
   std::memcpy(&v, from, sizeof v);
   return v;
 }
 
-MH_INLINE void store(float* to, Floats v) { std::memcpy(to, &v, sizeof v); }
+MH_INLINE void store(Real* to, Reals v) { std::memcpy(to, &v, sizeof v); }
 
-MH_INLINE Floats all(float x) { return x - Floats{}; }
-MH_INLINE Ints all(int32_t x) { return x - Ints{}; }
+MH_INLINE Reals all(Real x) { return x - Reals{}; }
+MH_INLINE Ints all(Int x) { return x - Ints{}; }
 
 MH_INLINE Ints load_bytes(const uint8_t* from) {
   typedef uint8_t Bytes __attribute__((vector_size(MH_LANES)));
@@ -59,7 +66,7 @@ MH_INLINE Ints iota() { return iota(Lanes{}); }
 
 // Lane i of the result is lane kSource(i) of (a, b) put end to end.
 template <typename Source, int... I>
-MH_INLINE Floats shuffle(Floats a, Floats b, Source, Indices<I...>) {
+MH_INLINE Reals shuffle(Reals a, Reals b, Source, Indices<I...>) {
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, Source::lane(I)...);
 #else
@@ -81,16 +88,16 @@ struct InterleaveHigh {
 };
 
 template <typename Source>
-MH_INLINE Floats shuffle(Floats a, Floats b) {
+MH_INLINE Reals shuffle(Reals a, Reals b) {
   return shuffle(a, b, Source{}, Lanes{});
 }
 
 // Sums of neighbours: those of a, then those of b.
-MH_INLINE Floats add_neighbours(Floats a, Floats b) { return shuffle<Even>(a, b) + shuffle<Odd>(a, b); }
+MH_INLINE Reals add_neighbours(Reals a, Reals b) { return shuffle<Even>(a, b) + shuffle<Odd>(a, b); }
 
 // Lane i of the result is the sum of v[i]'s lanes.
-MH_INLINE Floats sum_each(const Floats* v) {
-  Floats t[kLanes];
+MH_INLINE Reals sum_each(const Reals* v) {
+  Reals t[kLanes];
   for (int i = 0; i < kLanes; ++i) t[i] = v[i];
   for (int n = kLanes; n > 1; n /= 2)
     for (int i = 0; i < n / 2; ++i) t[i] = add_neighbours(t[2 * i], t[2 * i + 1]);
@@ -103,8 +110,8 @@ struct Across {
 };
 
 template <int kDistance = kLanes / 2>
-MH_INLINE float lanes_max(Floats v) {
-  const Floats other = shuffle<Across<kDistance>>(v, v);
+MH_INLINE Real lanes_max(Reals v) {
+  const Reals other = shuffle<Across<kDistance>>(v, v);
   v = other > v ? other : v;
   if constexpr (kDistance > 1)
     return lanes_max<kDistance / 2>(v);
@@ -113,8 +120,8 @@ MH_INLINE float lanes_max(Floats v) {
 }
 
 template <int kDistance = kLanes / 2>
-MH_INLINE int32_t lanes_min(Ints v) {
-  const Ints other = (Ints)shuffle<Across<kDistance>>((Floats)v, (Floats)v);
+MH_INLINE Int lanes_min(Ints v) {
+  const Ints other = (Ints)shuffle<Across<kDistance>>((Reals)v, (Reals)v);
   v = other < v ? other : v;
   if constexpr (kDistance > 1)
     return lanes_min<kDistance / 2>(v);
@@ -122,10 +129,10 @@ MH_INLINE int32_t lanes_min(Ints v) {
     return v[0];
 }
 
-// Turns W rows of W floats into its W columns.
-MH_INLINE void transpose(Floats (&r)[kLanes]) {
+// Turns W rows of W numbers into its W columns.
+MH_INLINE void transpose(Reals (&r)[kLanes]) {
   for (int round = 1; round < kLanes; round *= 2) {
-    Floats t[kLanes];
+    Reals t[kLanes];
     for (int i = 0; i < kLanes / 2; ++i) {
       t[2 * i] = shuffle<InterleaveLow>(r[i], r[i + kLanes / 2]);
       t[2 * i + 1] = shuffle<InterleaveHigh>(r[i], r[i + kLanes / 2]);
@@ -134,41 +141,68 @@ MH_INLINE void transpose(Floats (&r)[kLanes]) {
   }
 }
 
-// x with a floor of -127, below which exp2 has nothing to tell apart; NaN stays.
-MH_INLINE Floats floored(Floats x) { return x < -127.0f ? all(-127.0f) : x; }
+// x with a floor below which exp2 has nothing to tell apart; NaN stays.
+constexpr Real kFloor = kSingle ? -127 : -1023;
+MH_INLINE Reals floored(Reals x) { return x < kFloor ? all(kFloor) : x; }
 
-// 2^x for x in [-127, 0]. 2^x = 2^n 2^f with n = round(x), |f| <= 1/2; 2^f by a minimax polynomial
-// with value 1 at 0 (relative error 9.1e-8 before rounding), 2^n by adding n to its exponent. So
-// 2^-127 is exactly 0, and between there and -126 a number too small to count; NaN is NaN.
-MH_INLINE Floats exp2(Floats x) {
-  const Floats magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, kept in the low bits
-  const Floats shifted = x + magic;
-  const Floats f = x - (shifted - magic);
-  Floats p = all(1.3264727e-3f);
-  p = p * f + 9.671513e-3f;
-  p = p * f + 5.5507336e-2f;
-  p = p * f + 0.24022242f;
-  p = p * f + 0.693147f;
-  p = p * f + 1.0f;
-  return (Floats)((Ints)p + ((Ints)shifted << 23));
+// Coefficients of polynomials, the highest power first.
+template <typename T>
+struct Series;
+template <>
+struct Series<float> {
+  // 2^f for |f| <= 1/2, exactly 1 at 0: minimax, relative error 9.1e-8 before rounding.
+  static constexpr float kExp2[] = {1.3264727e-3f, 9.671513e-3f, 5.5507336e-2f, 0.24022242f, 0.693147f, 1.0f};
+  // tanh(x) / x - 1 over x^2, of x^2, for |x| < 0.625: Cephes' tanhf (Moshier).
+  static constexpr float kTanh[] = {-5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f,
+                                    1.33314422036e-1f, -3.33332819422e-1f};
+  static constexpr float kTanhBelow[] = {1.0f};  // none
+};
+template <>
+struct Series<double> {
+  // The series of e^(f ln 2): the first term left out is 4e-18.
+  static constexpr double kExp2[] = {1.36914888539041289e-12, 2.56784359934882051e-11,
+                                     4.4455382718708115e-10,  7.05491162080112333e-9,
+                                     1.01780860092396997e-7,  1.32154867901443095e-6,
+                                     1.52527338040598403e-5,  1.540353039338161e-4,
+                                     1.33335581464284434e-3,  9.61812910762847716e-3,
+                                     5.550410866482158e-2,    2.40226506959100712e-1,
+                                     6.93147180559945309e-1,  1.0};
+  // The same, as the quotient of Cephes' tanh.
+  static constexpr double kTanh[] = {-9.64399179425052238628e-1, -9.92877231001918586564e1,
+                                     -1.61468768441708447952e3};
+  static constexpr double kTanhBelow[] = {1.0, 1.12811678491632931402e2, 2.23548839060100448583e3,
+                                          4.84406305325125486048e3};
+};
+
+template <size_t N>
+MH_INLINE Reals polynomial(const Real (&terms)[N], Reals x) {
+  Reals p = all(terms[0]);
+  for (size_t i = 1; i < N; ++i) p = p * x + terms[i];
+  return p;
 }
 
-// tanh as in Cephes' tanhf (Moshier): an odd polynomial under 0.625, 1 - 2 / (e^2|x| + 1) above.
-MH_INLINE Floats tanh(Floats x) {
-  const Ints sign = (Ints)x & INT32_MIN;
-  const Floats a = (Floats)((Ints)x & INT32_MAX);
-  const Floats e = exp2(floored(-2 * kLog2E * a));  // e^-2|x|, in (0, 1]
-  const Floats large = (1.0f - e) / (1.0f + e);
-  const Floats z = x * x;
-  Floats p = all(-5.70498872745e-3f);
-  p = p * z + 2.06390887954e-2f;
-  p = p * z - 5.37397155531e-2f;
-  p = p * z + 1.33314422036e-1f;
-  p = p * z - 3.33332819422e-1f;
-  p = p * z * a + a;
-  const Floats magnitude = a < 0.625f ? p : large;
-  return (Floats)((Ints)magnitude | sign);
+// 2^x for x in [kFloor, 0]. 2^x = 2^n 2^f with n = round(x), |f| <= 1/2; 2^n by adding n to the exponent of
+// 2^f. So 2^kFloor is exactly 0, and between there and one more a number too small to count; NaN is NaN.
+MH_INLINE Reals exp2(Reals x) {
+  constexpr int kMantissa = kSingle ? 23 : 52;
+  // 1.5 * 2^kMantissa: adding it rounds to an integer, kept in the low bits.
+  const Reals magic = all(Real(Int{3} << (kMantissa - 1)));
+  const Reals shifted = x + magic;
+  const Reals p = polynomial(Series<Real>::kExp2, x - (shifted - magic));
+  return (Reals)((Ints)p + ((Ints)shifted << kMantissa));
 }
 
-}  // namespace MH_LEVEL
+MH_INLINE Reals magnitude_of(Reals x) { return (Reals)((Ints)x & kOtherBits); }
+
+MH_INLINE Reals tanh(Reals x) {
+  const Reals a = magnitude_of(x);
+  const Reals e = exp2(floored(Real(-2 * kLog2E) * a));  // e^-2|x|, in (0, 1]
+  const Reals z = x * x;
+  Reals small = polynomial(Series<Real>::kTanh, z) * z * a;
+  if constexpr (!kSingle) small /= polynomial(Series<Real>::kTanhBelow, z);
+  const Reals magnitude = a < Real(0.625) ? small + a : (1 - e) / (1 + e);
+  return (Reals)((Ints)magnitude | ((Ints)x & kSignBit));
+}
+
+}  // namespace MH_BUILD
 }  // namespace multihead

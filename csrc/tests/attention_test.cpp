@@ -19,44 +19,47 @@ using multihead::Forward;
 struct Case {
   int64_t B, H, G, L, S, D, E;
   bool causal, masked, biased, sloped, observed;
-  float softcap;
+  double softcap;
 };
 
-std::vector<float> normal(std::mt19937& random, int64_t n) {
-  std::normal_distribution<float> draw;
-  std::vector<float> values(static_cast<size_t>(n));
-  for (float& x : values) x = draw(random);
+template <typename Real>
+std::vector<Real> normal(std::mt19937& random, int64_t n) {
+  std::normal_distribution<Real> draw;
+  std::vector<Real> values(static_cast<size_t>(n));
+  for (Real& x : values) x = draw(random);
   return values;
 }
 
 // The largest difference from the definition.
+template <typename Real>
 double error_of(const Case& c, int threads, unsigned seed) {
   std::mt19937 random(seed);
   // Exactly as long as they must be: the sanitizer sees a read beyond.
-  auto slopes = normal(random, c.H);
-  for (float& x : slopes) x = std::abs(x);  // scores stay small, so that 1e-5 is far above their rounding
-  const auto q = normal(random, c.B * c.H * c.L * c.D), k = normal(random, c.B * c.G * c.S * c.D),
-             v = normal(random, c.B * c.G * c.S * c.E), bias = normal(random, c.H * c.L * c.S);
+  auto slopes = normal<Real>(random, c.H);
+  for (Real& x : slopes) x = std::abs(x);  // scores stay small, so that 1e-5 is far above their rounding
+  const auto q = normal<Real>(random, c.B * c.H * c.L * c.D), k = normal<Real>(random, c.B * c.G * c.S * c.D),
+             v = normal<Real>(random, c.B * c.G * c.S * c.E), bias = normal<Real>(random, c.H * c.L * c.S);
   std::vector<uint8_t> mask(static_cast<size_t>(c.L * c.S));
   for (uint8_t& x : mask) x = random() % 3 != 0;
   std::vector<int64_t> positions(static_cast<size_t>(c.B), c.S - c.L),
       argmax(static_cast<size_t>(c.B * c.H * c.L));
   const int64_t rows = c.B * c.H * c.L;
-  std::vector<float> out(static_cast<size_t>(rows * c.E), NAN), row_sums(static_cast<size_t>(9 * rows), NAN);
+  std::vector<Real> out(static_cast<size_t>(rows * c.E), NAN), row_sums(static_cast<size_t>(9 * rows), NAN);
 
-  Forward f{};
+  Forward<Real> f{};
+  f.stored = f.bias_stored = sizeof(Real) == 4 ? multihead::Stored::kFloat : multihead::Stored::kDouble;
   f.B = c.B, f.H = c.H, f.G = c.G, f.L = c.L, f.S = c.S, f.D = c.D, f.E = c.E;
-  const auto place = [](const std::vector<float>& data, int64_t heads, int64_t n, int64_t width) {
-    return multihead::Tensor{const_cast<float*>(data.data()), heads * n * width, n * width, width, 1};
+  const auto place = [](const std::vector<Real>& data, int64_t heads, int64_t n, int64_t width) {
+    return multihead::Tensor{const_cast<Real*>(data.data()), heads * n * width, n * width, width, 1};
   };
   f.query = place(q, c.H, c.L, c.D), f.key = place(k, c.G, c.S, c.D), f.value = place(v, c.G, c.S, c.E);
   f.output = place(out, c.H, c.L, c.E);
   f.causal = c.causal, f.query_start = c.S - c.L;
-  f.scale = 0.3f, f.softcap = c.softcap, f.threads = threads;
+  f.scale = 0.3, f.softcap = c.softcap, f.threads = threads;
   if (c.masked) f.mask = {mask.data(), 0, 0, c.S, 1};
   if (c.biased) f.bias = {bias.data(), 0, c.L * c.S, c.S, 1};
   if (c.sloped) f.slopes = slopes.data(), f.positions = positions.data();
-  float* const sums = row_sums.data();
+  Real* const sums = row_sums.data();
   f.lse = sums, f.observe = c.observed;
   if (c.observed) {
     f.max_logit = sums + rows, f.max_weight = sums + 2 * rows, f.entropy = sums + 3 * rows;
@@ -119,7 +122,7 @@ Case draw(std::mt19937& random) {
   c.D = pick({1, 3, 8, 33, 64}), c.E = pick({1, 5, 16, 40});
   c.causal = random() % 2, c.masked = random() % 2, c.biased = random() % 3 == 0,
   c.sloped = random() % 3 == 0;
-  c.observed = random() % 2, c.softcap = random() % 4 == 0 ? 1.5f : 0.0f;
+  c.observed = random() % 2, c.softcap = random() % 4 == 0 ? 1.5 : 0.0;
   return c;
 }
 
@@ -132,15 +135,15 @@ int main() {
     std::mt19937 random(7);
     for (unsigned n = 0; n < 40; ++n) {
       const Case c = draw(random);
-      const double error = error_of(c, 1 + n % 4, n);
+      const double error = error_of<float>(c, 1 + n % 4, n), wide = error_of<double>(c, 1 + n % 4, n);
       std::ostringstream where;
-      where << name << " case " << n << ": error " << error;
-      expect(error < 1e-5, "definition", where.str());
+      where << name << " case " << n << ": error " << error << ", of double " << wide;
+      expect(error < 1e-5 && wide < 1e-14, "definition", where.str());
     }
     std::vector<std::thread> callers;
     std::vector<double> errors(4);
     const Case c{2, 6, 2, 145, 300, 33, 40, true, true, false, false, true, 0};
-    for (unsigned t = 0; t < 4; ++t) callers.emplace_back([&, t] { errors[t] = error_of(c, 3, t); });
+    for (unsigned t = 0; t < 4; ++t) callers.emplace_back([&, t] { errors[t] = error_of<float>(c, 3, t); });
     for (auto& caller : callers) caller.join();
     for (double error : errors) expect(error < 1e-5, "callers at once", name);
   }

@@ -10,10 +10,31 @@ import torch
 import torch.nn.functional as F
 
 import multihead as mh
-from multihead.core import functional, tiles
+from multihead.core import functional, native, tiles
 
 B, H, G, L, S, D, E = 2, 6, 3, 7, 11, 5, 13
 INF = float("inf")
+
+
+@pytest.fixture(params=native.core.levels().split() if native.core else [])
+def level(request):
+    """Each instruction-set level of the compiled core in turn."""
+    best = native.core.level()
+    assert native.core.set_level(request.param)
+    yield request.param
+    native.core.set_level(best)
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """What the core is to fill holds NaN before, so that a cell left out shows."""
+    empty = torch.empty
+
+    def filled(*shape, **options):
+        tensor = empty(*shape, **options)
+        return tensor.fill_(math.nan if tensor.dtype.is_floating_point else -(2**62))
+
+    monkeypatch.setattr(native.torch, "empty", filled)
 
 
 def tensors(seed=0, dtype=torch.float64, b=B, h=H, g=G, n_queries=L, n_keys=S, d=D, e=E):

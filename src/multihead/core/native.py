@@ -22,6 +22,8 @@ else:
 # Statistics that the core fills, in the order of its argument.
 _FILLED = (*ROW_STATISTICS, "sink_mass", "class_mass")
 _NOWHERE = (0, 0, 0, 0)
+# As csrc/attention.h numbers them.
+_STORED = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
 def can_use(problem: Problem, statistics: Statistics | None) -> str | None:
@@ -31,8 +33,8 @@ def can_use(problem: Problem, statistics: Statistics | None) -> str | None:
         return "the compiled core is not built (pip install multihead builds it; it needs a C++17 compiler)"
     if p.query.device.type != "cpu":
         return f"the compiled core runs on the CPU, and query is on {p.query.device}"
-    if p.query.dtype is not torch.float32:
-        return f"the compiled core is for float32 so far, and query is {p.query.dtype}"
+    if p.query.dtype not in _STORED:
+        return f"the compiled core is for float64, float32, bfloat16 and float16, and query is {p.query.dtype}"
     if p.dropout_p:
         return "dropout is not in the compiled core yet"
     return None
@@ -42,51 +44,23 @@ def forward(problem: Problem, statistics: Statistics | None) -> Observation:
     """Compute a problem in the compiled core; `can_use` has said that it can.
 
     Returns:
-        the output (B, H, L, E) float32, laid out in memory as the query is, and the statistics asked.
+        the output (B, H, L, E) in the query's type, laid out in memory as the query is, and the statistics asked.
     """
     assert core is not None
-    p, visibility = problem, problem.visibility
-    inputs = [_plain(x) for x in (p.query, p.key, p.value)]
-    tensors = (*inputs, _empty_as(p.query, p.E))
-    # Whatever an address is taken of lives until the call is over, in these names.
-    begin = end = mask = bias = classes = slopes = positions = None
-    documents: tuple[Tensor | None, Tensor | None] = (None, None)
-    causal, start = False, 0
-    if visibility.is_full:
-        pass
-    elif visibility.is_plain_causal:
-        causal, start = True, visibility.query_start
-    else:
-        spans = visibility.spans()
-        if spans is None:  # keys with a gap between them: a run that holds them all, and what is hidden in it
-            spans = visibility.bounds()
-            mask, documents = visibility.mask, _documents(p)
-        begin, end = (x.to(torch.int32).contiguous() for x in spans)
-    if p.bias is not None:
-        bias = _plain(p.bias.to(torch.float32))
-    if p.alibi_slopes is not None:
-        slopes = _plain(p.alibi_slopes.to(torch.float32)).contiguous()
-        positions = torch.as_tensor(visibility.query_start).expand(p.B).contiguous()
-    sinks = None if p.sinks is None else _plain(p.sinks.to(torch.float32)).contiguous()
+    p = problem
+    written = _Written(p)
+    output = _empty_as(p.query, p.E)
+    sinks = None if p.sinks is None else _plain(p.sinks.to(p.sums_dtype)).contiguous()
     found: dict[str, Tensor] = {}
+    classes = None
     if statistics is not None:
         found = _empty_statistics(p, statistics)
         if statistics.classes is not None:
             classes = statistics.classes.to(torch.int32).contiguous()
     core.forward(
-        (p.B, p.H, p.G, p.L, p.S, p.D, p.E),
-        tuple(x.data_ptr() for x in tensors),
-        tuple(x.stride() for x in tensors),
-        (_address(begin), _address(end)),
-        0 if begin is None or len(begin) == 1 else p.L,
-        causal,
-        start,
-        (_address(mask), _address(bias)),
-        (_strides(mask), _strides(bias)),
-        tuple(map(_address, documents)),
-        (_address(slopes), _address(positions)),
-        p.scale,
-        p.softcap or 0.0,
+        written.problem,
+        output.data_ptr(),
+        output.stride(),
         _address(sinks),
         _address(classes),
         0 if classes is None or classes.ndim == 1 or len(classes) == 1 else p.S,
@@ -96,8 +70,52 @@ def forward(problem: Problem, statistics: Statistics | None) -> Observation:
         torch.get_num_threads(),
     )
     if statistics is None:
-        return Observation(tensors[3])
-    return Observation(tensors[3], finish(_complete(p, statistics, found), visibility.query_mask))
+        return Observation(output)
+    return Observation(output, finish(_complete(p, statistics, found), p.visibility.query_mask))
+
+
+class _Written:
+    """A problem as the core reads it, and the tensors whose addresses it holds: they live as long as this does."""
+
+    def __init__(self, problem: Problem) -> None:
+        assert core is not None
+        p, visibility = problem, problem.visibility
+        self.tensors = [_plain(x) for x in (p.query, p.key, p.value)]
+        self.begin = self.end = self.mask = self.bias = self.slopes = self.positions = None
+        self.documents: tuple[Tensor | None, Tensor | None] = (None, None)
+        causal, start = False, 0
+        if visibility.is_full:
+            pass
+        elif visibility.is_plain_causal:
+            causal, start = True, visibility.query_start
+        else:
+            spans = visibility.spans()
+            if spans is None:  # keys with a gap between them: a run that holds them all, and what is hidden in it
+                spans = visibility.bounds()
+                self.mask, self.documents = visibility.mask, _documents(p)
+            self.begin, self.end = (x.to(torch.int32).contiguous() for x in spans)
+        if p.bias is not None:
+            readable = p.bias.dtype is p.sums_dtype or (p.sums_dtype is torch.float32 and p.bias.element_size() == 2)
+            self.bias = _plain(p.bias if readable else p.bias.to(p.sums_dtype))
+        if p.alibi_slopes is not None:
+            self.slopes = _plain(p.alibi_slopes.to(p.sums_dtype)).contiguous()
+            self.positions = torch.as_tensor(visibility.query_start).expand(p.B).contiguous()
+        self.problem = core.Problem(
+            (p.B, p.H, p.G, p.L, p.S, p.D, p.E),
+            (_STORED[p.query.dtype], 0 if self.bias is None else _STORED[self.bias.dtype]),
+            tuple(x.data_ptr() for x in self.tensors),
+            tuple(x.stride() for x in self.tensors),
+            (_address(self.begin), _address(self.end)),
+            0 if self.begin is None or len(self.begin) == 1 else p.L,
+            causal,
+            start,
+            (_address(self.mask), _address(self.bias)),
+            (_strides(self.mask), _strides(self.bias)),
+            tuple(map(_address, self.documents)),
+            (_address(self.slopes), _address(self.positions)),
+            p.scale,
+            p.softcap or 0.0,
+        )
 
 
 def _complete(p: Problem, statistics: Statistics, found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -114,10 +132,10 @@ def _empty_statistics(p: Problem, statistics: Statistics) -> dict[str, Tensor]:
     # Each on its own: small ones then come from memory that the last call gave back, not fresh from the system.
     names = (*statistics.names, "sink_mass") if p.sinks is not None else statistics.names
     found = {
-        name: torch.empty(p.B, p.H, p.L, dtype=torch.int64 if name == "argmax" else torch.float32) for name in names
+        name: torch.empty(p.B, p.H, p.L, dtype=torch.int64 if name == "argmax" else p.sums_dtype) for name in names
     }
     if statistics.classes is not None:
-        found["class_mass"] = torch.empty(p.B, p.H, p.L, statistics.n_classes)
+        found["class_mass"] = torch.empty(p.B, p.H, p.L, statistics.n_classes, dtype=p.sums_dtype)
     return found
 
 
@@ -125,8 +143,8 @@ def _empty_as(query: Tensor, width: int) -> Tensor:
     """An empty (B, H, L, width): heads beside each other in memory where those of the query are."""
     B, H, L, _ = query.shape
     if query.stride(1) < query.stride(2):
-        return torch.empty(B, L, H, width).transpose(1, 2)
-    return torch.empty(B, H, L, width)
+        return torch.empty(B, L, H, width, dtype=query.dtype).transpose(1, 2)
+    return torch.empty(B, H, L, width, dtype=query.dtype)
 
 
 def _documents(p: Problem) -> tuple[Tensor | None, Tensor | None]:

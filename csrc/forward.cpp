@@ -1,0 +1,207 @@
+// Attention with its statistics, in one pass over the keys. Compiled once per instruction set and type.
+//
+// The plain loop: for each query row, over the keys it sees, with the running maximum m, the sum
+// l of e^(s - m), and the output o = sum of e^(s - m) v; a new maximum rescales l and o
+// (Milakov and Gimelshein 2018; Dao et al. 2022). What makes it fast:
+//   1. Keys and values are packed once into panels (tiles.h), shared by all rows and heads that read them.
+//   2. kRows rows x kKeys keys are a block: its scores stay in the L2 cache, a panel in L1.
+//   3. Blocks and tiles that no row of theirs sees are skipped; the longest work starts first.
+//   4. Scores live in units of log 2 (the query carries scale * log2 e), so the softmax is one exp2.
+// What it sees is a handful of sums beside l, each taken from the scores less the maximum and from
+// positions relative to the block's heaviest key, merged across blocks in double by Chan's formula.
+//
+// Bits: a row's arithmetic depends on its own scores and on the place of the block borders, which
+// are multiples of kKeys. Not on threads, batch, other rows, or on being observed.
+#include "finish.h"
+#include "pool.h"
+
+namespace multihead {
+namespace MH_BUILD {
+namespace {
+
+constexpr int64_t kFusedBytes = 384 * 1024;  // keys and values that fit the L2 cache beside a block
+constexpr double kSerialWork = 1.0e6;  // multiply-adds under which waking a thread costs more than it gives
+
+// A block's rows and what they have gathered: one a thread.
+struct Block {
+  Row row[kRows];
+  Gathered gathered;
+  LogOfCount log_of;
+};
+
+// The packed keys and values of one key/value head, a block of keys after the other. A block holds
+// its key panels (D, kColumns), then its value panels (keys, kColumns); `unusual` marks blocks
+// with a value that is not finite, whose invisible keys must not be multiplied by 0.
+struct Packed {
+  Real* numbers;
+  uint8_t* unusual;
+};
+
+class Kernel {
+ public:
+  explicit Kernel(const Forward<Real>& problem)
+      : f(problem),
+        score(problem),
+        finish(problem, score),
+        group(f.G ? f.H / f.G : 1),
+        value_panels(ceil_div(f.E + f.C, kColumns)),
+        key_numbers(f.D + value_panels * kColumns),
+        padded_keys(ceil_div(f.S, kColumns) * kColumns),
+        key_blocks(ceil_div(f.S, kKeys)),
+        // Few queries: the rows of all heads that share keys go together.
+        heads_together(f.L < 2 * kRows ? group : 1),
+        stream_rows(heads_together * f.L),
+        row_blocks(ceil_div(stream_rows, kRows)) {}
+
+  bool run() {
+    const int64_t outputs = f.B * f.H * f.L;
+    if (outputs == 0) return true;
+    const double work = double(outputs) * double(f.S) * double(f.D + f.E);
+    const int threads = work < kSerialWork ? 1 : std::max(1, f.threads);
+    prepare(threads);
+    const int64_t kv_heads = f.B * f.G;
+    const int64_t streams = f.B * (f.H / heads_together);
+    // Small keys and values: a thread packs a head and uses it at once, from its own cache.
+    if (padded_keys * key_numbers * int64_t{sizeof(Real)} <= kFusedBytes && kv_heads >= 2 * threads) {
+      packed = allocate<Real>(threads * padded_keys * key_numbers);
+      unusual = allocate<uint8_t>(threads * std::max<int64_t>(key_blocks, 1));
+      return for_each(kv_heads, threads, f.interrupted, [&](int64_t kv, int thread) {
+        const Packed own = packed_at(thread);
+        for (int64_t block = 0; block < key_blocks; ++block) pack(kv, block, own);
+        const int64_t per_kv = group / heads_together;
+        for (int64_t s = kv * per_kv; s < (kv + 1) * per_kv; ++s)
+          for (int64_t block = 0; block < row_blocks; ++block) attend(s, block, own, thread);
+      });
+    }
+    packed = allocate<Real>(kv_heads * padded_keys * key_numbers);
+    unusual = allocate<uint8_t>(kv_heads * std::max<int64_t>(key_blocks, 1));
+    const bool complete = for_each(kv_heads * key_blocks, threads, f.interrupted, [&](int64_t item, int) {
+      pack(item / key_blocks, item % key_blocks, packed_at(item / key_blocks));
+    });
+    return complete && for_each(streams * row_blocks, threads, f.interrupted, [&](int64_t item, int thread) {
+             // Head after head, while its keys are at hand; the last rows first, which see the most
+             // keys under a causal mask, so that short work is left for the end.
+             const int64_t stream = item / row_blocks;
+             const int64_t block = row_blocks - 1 - item % row_blocks;
+             attend(stream, block, packed_at(stream * heads_together / group), thread);
+           });
+  }
+
+ private:
+  Packed packed_at(int64_t kv) const {
+    return {packed.get() + kv * padded_keys * key_numbers, unusual.get() + kv * key_blocks};
+  }
+
+  void prepare(int threads) {
+    query_numbers = ceil_div(kRows * f.D, 16) * 16;
+    scratch_numbers = ceil_div(query_numbers + kRows * kScoreRow + kRows * value_panels * kColumns, 16) * 16;
+    scratch = allocate<Real>(threads * scratch_numbers);
+    blocks = allocate<Block>(threads);
+    for (int t = 0; t < threads; ++t) blocks[t].log_of = {};
+  }
+
+  void pack(int64_t kv, int64_t block, const Packed& to) const {
+    const int64_t b = kv / f.G, g = kv % f.G;
+    const int64_t first = block * kKeys;
+    const int64_t count = std::min<int64_t>(kKeys, f.S - first);
+    const int64_t padded = ceil_div(count, kColumns) * kColumns;
+    Real* const keys = to.numbers + first * key_numbers;
+    Real* const values = keys + padded * f.D;
+    with_stored(f.stored, [&](const auto* type) {
+      pack_turned(head_of(type, f.key, b, g, first), count, f.D, keys);
+      to.unusual[block] =
+          pack_columns(head_of(type, f.value, b, g, first), count, f.E, padded, value_panels, values);
+    });
+    if (f.C) pack_classes(f.classes + b * f.class_batch + first, count, padded, values);
+  }
+
+  // Column E + c of the value is 1 for the keys of class c.
+  void pack_classes(const int32_t* classes, int64_t count, int64_t padded, Real* out) const {
+    for (int64_t j = 0; j < count; ++j)
+      if (const int64_t c = classes[j]; c >= 0 && c < f.C) {
+        const int64_t column = f.E + c;
+        out[column / kColumns * kColumns * padded + j * kColumns + column % kColumns] = 1;
+      }
+  }
+
+  void attend(int64_t stream, int64_t block, const Packed& kv, int thread) {
+    Real* const query = scratch.get() + thread * scratch_numbers;
+    Real* const scores = query + query_numbers;
+    Real* const output = scores + kRows * kScoreRow;
+    Row* const row = blocks[thread].row;
+    Gathered& gathered = blocks[thread].gathered;
+
+    const int64_t streams = f.H / heads_together;
+    const int64_t b = stream / streams, first_head = stream % streams * heads_together;
+    const int64_t first_row = block * kRows;
+    const int n_rows = static_cast<int>(std::min<int64_t>(kRows, stream_rows - first_row));
+    Span some{f.S, 0};
+    for (int64_t r = 0, h = first_head + first_row / f.L, i = first_row % f.L; r < n_rows; ++r) {
+      row[r] = score.row_at(b, h, i);
+      if (row[r].span.begin < row[r].span.end) some = join(some, row[r].span);
+      if (++i == f.L) ++h, i = 0;
+    }
+    score.pack_queries(b, row, n_rows, query);
+    gathered.clear();
+    std::fill_n(output, kRows * value_panels * kColumns, Real(0));
+
+    for (int64_t first = some.begin / kKeys * kKeys; first < some.end; first += kKeys) {
+      const int64_t padded = std::min<int64_t>(kKeys, padded_keys - first);
+      const Real* const keys = kv.numbers + first * key_numbers;
+      const Real* const values = keys + padded * f.D;
+      Columns tile_seen[kTiles], row_seen[kRows];
+      score.of_block(query, keys, n_rows, first, padded, row, tile_seen, scores);
+      for (int r = 0; r < n_rows; ++r) row_seen[r] = tile_seen[r / kTileRows];
+      if (f.observe)
+        gathered.add<true>(scores, n_rows, row_seen, first);
+      else
+        gathered.add<false>(scores, n_rows, row_seen, first);
+      for (int64_t e = 0; e < value_panels; ++e) {
+        const Real* const panel = values + e * padded * kColumns;
+        Real* const o = output + e * kRows * kColumns;
+        if (kv.unusual[first / kKeys])
+          value_exactly(n_rows, row_seen, scores, panel, row, first, gathered.rescale, o);
+        else
+          by_tiles(n_rows, [&](auto rows, int r, int n) {
+            value_tiles<rows.count, kScoreRow>(scores + r * kScoreRow, panel, tile_seen + r / kTileRows, n,
+                                               gathered.rescale + r, o + r * kColumns);
+          });
+      }
+    }
+    for (int r = 0; r < n_rows; ++r)
+      finish(b, row[r], gathered, r, output + r * kColumns, kRows * kColumns, blocks[thread].log_of);
+  }
+
+  // value_tiles for a block with values that are not finite: only visible keys are multiplied.
+  void value_exactly(int n_rows, const Columns* seen, const Real* p, const Real* panel, const Row* row,
+                     int64_t first, const Real* rescale, Real* o) const {
+    for (int r = 0; r < n_rows; ++r, p += kScoreRow, o += kColumns) {
+      if (seen[r].from >= seen[r].to) continue;
+      const int64_t begin = std::clamp<int64_t>(row[r].span.begin - first, seen[r].from, seen[r].to);
+      const int64_t end = std::clamp<int64_t>(row[r].span.end - first, seen[r].from, seen[r].to);
+      for (int c = 0; c < kColumns; ++c) {
+        Real acc = 0;
+        for (int64_t j = begin; j < end; ++j)
+          if (!score.hides || !score.hidden(row[r], first + j)) acc += p[j] * panel[j * kColumns + c];
+        o[c] = o[c] * rescale[r] + acc;
+      }
+    }
+  }
+
+  const Forward<Real>& f;
+  const Scores score;
+  const Finish finish;
+  const int64_t group, value_panels, key_numbers, padded_keys, key_blocks, heads_together, stream_rows,
+      row_blocks;
+  int64_t query_numbers = 0, scratch_numbers = 0;
+  Buffer<Real> scratch, packed;
+  Buffer<uint8_t> unusual;
+  Buffer<Block> blocks;
+};
+
+}  // namespace
+
+bool forward(const Forward<Real>& problem) { return Kernel(problem).run(); }
+
+}  // namespace MH_BUILD
+}  // namespace multihead
