@@ -138,7 +138,7 @@ int main() {
       const double error = error_of<float>(c, 1 + n % 4, n), wide = error_of<double>(c, 1 + n % 4, n);
       std::ostringstream where;
       where << name << " case " << n << ": error " << error << ", of double " << wide;
-      expect(error < 1e-5 && wide < 1e-14, "definition", where.str());
+      expect(error < 1e-5 && wide < 1e-13, "definition", where.str());
     }
     std::vector<std::thread> callers;
     std::vector<double> errors(4);
