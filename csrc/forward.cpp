@@ -12,7 +12,7 @@
 //
 // Bits: a row's arithmetic depends on its own scores and on the place of the block borders, which
 // are multiples of kKeys. Not on threads, batch, other rows, or on being observed.
-#include "finish.h"
+#include "decode.h"
 #include "pool.h"
 
 namespace multihead {
@@ -20,7 +20,6 @@ namespace MH_BUILD {
 namespace {
 
 constexpr int64_t kFusedBytes = 384 * 1024;  // keys and values that fit the L2 cache beside a block
-constexpr double kSerialWork = 1.0e6;  // multiply-adds under which waking a thread costs more than it gives
 
 // A block's rows and what they have gathered: one a thread.
 struct Block {
@@ -138,7 +137,7 @@ class Kernel {
     Span some{f.S, 0};
     for (int64_t r = 0, h = first_head + first_row / f.L, i = first_row % f.L; r < n_rows; ++r) {
       row[r] = score.row_at(b, h, i);
-      if (row[r].span.begin < row[r].span.end) some = join(some, row[r].span);
+      if (row[r].span.begin < row[r].span.end) some = hull(some, row[r].span);
       if (++i == f.L) ++h, i = 0;
     }
     score.pack_queries(b, row, n_rows, query);
@@ -201,7 +200,9 @@ class Kernel {
 
 }  // namespace
 
-bool forward(const Forward<Real>& problem) { return Kernel(problem).run(); }
+bool forward(const Forward<Real>& problem) {
+  return decodes(problem) ? decode(problem) : Kernel(problem).run();
+}
 
 }  // namespace MH_BUILD
 }  // namespace multihead

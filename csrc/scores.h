@@ -25,7 +25,7 @@ struct Span {
   int64_t begin, end;
 };
 
-inline Span join(Span a, Span b) { return {std::min(a.begin, b.begin), std::max(a.end, b.end)}; }
+inline Span hull(Span a, Span b) { return {std::min(a.begin, b.begin), std::max(a.end, b.end)}; }
 
 // A query row of a block.
 struct Row {
@@ -105,7 +105,7 @@ class Scores {
       every[t] = {0, p.S};
       for (int r = begin; r < end; ++r) {
         every[t] = {std::max(every[t].begin, row[r].span.begin), std::min(every[t].end, row[r].span.end)};
-        if (row[r].span.begin < row[r].span.end) some = join(some, row[r].span);
+        if (row[r].span.begin < row[r].span.end) some = hull(some, row[r].span);
       }
       const int64_t from = std::clamp<int64_t>(some.begin - first, 0, padded) / kColumns;
       const int64_t to = ceil_div(std::clamp<int64_t>(some.end - first, 0, padded), kColumns);
