@@ -18,7 +18,7 @@ from .alibi import alibi_slopes
 from .kv_cache import KVCache, PagedKVCache
 from .projections import PARTS, Part
 from .record import Record
-from .rotary import Rotary
+from .rotary import Rotary, Tables
 from .views import Head
 
 _LAYOUTS = ("packed", "separate")
@@ -149,7 +149,7 @@ class MultiHeadAttention(nn.Module):
         made: dict[str, Any] = {"dtype": dtype, "device": device}
         rows = (n_heads * d_head, n_kv_heads * d_head, n_kv_heads * d_value)
         widths = (d_model, d_context or d_model, d_context or d_model)
-        self.parts = {name: Part(*part) for name, *part in zip(PARTS, rows, widths, biases)}
+        self.parts = {name: Part(*part) for name, part in zip(PARTS, zip(rows, widths, biases))}
         self.runs = projections.runs_of(layout, d_context is not None)
         for run in self.runs:
             self.add_module(f"W_{run}", projections.make([self.parts[part] for part in run], **made))
@@ -339,8 +339,8 @@ class MultiHeadAttention(nn.Module):
         fixed = {"causal": self.causal, "window": self.window, "scale": self.scale, "softcap": self.softcap}
         fixed |= {"query_mask": query_mask, "document_ids": document_ids, "dropout_p": self.dropout * self.training}
         by_head = {
-            "mask": _four_axes(mask),
-            "bias": _four_axes(bias),
+            "mask": _four_axes("mask", mask, self.n_heads),
+            "bias": _four_axes("bias", bias, self.n_heads),
             "alibi_slopes": self.alibi_slopes,
             "sinks": self.sinks,
         }
@@ -363,12 +363,12 @@ class MultiHeadAttention(nn.Module):
                 made |= zip(run, linear(call.x if run[0] == "Q" else call.source).split(sizes, -1))
         if call.is_cached_context:
             made["Q"] = self._project("Q", call, self._whole("Q"))
-        positions = call.positions()
-        query = self._as_heads("Q", made["Q"], positions)
+        turns = self._turns(call)
+        query = self._as_heads("Q", made["Q"], turns)
         if call.is_cached_context:
             key, value = call.read()
         else:
-            key, value = (self._as_heads(part, made[part], positions) for part in "KV")
+            key, value = (self._as_heads(part, made[part], turns) for part in "KV")
             key, value = call.remember(key, value)
         heads = slice(0, self.n_heads)
         output, statistics = self._attend(call, query, key, value, heads, record)
@@ -378,12 +378,12 @@ class MultiHeadAttention(nn.Module):
 
     def _one_after_another(self, call: _Call, record: Record | None) -> Tensor:
         """The output (B, L, d_model), no more than one head's query, key, value and output at a time."""
-        positions, group = call.positions(), self.n_heads // self.n_kv_heads
+        turns, group = self._turns(call), self.n_heads // self.n_kv_heads
         (B, L, _), E = call.x.shape, self.d_value
         total = call.x.new_zeros(B * L, self.d_model) if self.W_O.bias is None else self.W_O.bias.repeat(B * L, 1)
 
         def keys_and_values(g: int) -> list[Tensor]:
-            return [self._as_heads(x, self._project(x, call, slice(g, g + 1)), positions) for x in "KV"]
+            return [self._as_heads(x, self._project(x, call, slice(g, g + 1)), turns) for x in "KV"]
 
         cached = None
         if call.cache is not None:
@@ -398,7 +398,7 @@ class MultiHeadAttention(nn.Module):
             key, value = keys_and_values(g) if cached is None else (tensor[:, g : g + 1] for tensor in cached)
             for h in range(g * group, (g + 1) * group):
                 heads = slice(h, h + 1)
-                query = self._as_heads("Q", self._project("Q", call, heads), positions)
+                query = self._as_heads("Q", self._project("Q", call, heads), turns)
                 output, statistics = self._attend(call, query, key, value, heads, record)
                 seen.append(statistics)
                 weight = self.W_O.weight[:, h * E : (h + 1) * E]
@@ -447,14 +447,18 @@ class MultiHeadAttention(nn.Module):
     def _whole(self, part: str) -> slice:
         return slice(0, self.n_heads if part == "Q" else self.n_kv_heads)
 
-    def _as_heads(self, part: str, projected: Tensor, positions: Tensor) -> Tensor:
+    def _turns(self, call: _Call) -> Tables | None:
+        """How the tokens of x turn at their positions."""
+        return None if self.rotary is None else self.rotary.tables(call.positions(), self.d_head, call.x)
+
+    def _as_heads(self, part: str, projected: Tensor, turns: Tables | None) -> Tensor:
         """A projection (B, L, n * width) as heads (B, n, L, width), normalised and turned."""
         width = self.d_value if part == "V" else self.d_head
         heads = projected.unflatten(-1, (projected.shape[-1] // width, width)).transpose(1, 2)
         norm = {"Q": self.q_norm, "K": self.k_norm}.get(part)
         if norm is not None:
             heads = norm(heads).to(heads.dtype)
-        return heads if self.rotary is None or part == "V" else self.rotary(heads, positions)
+        return heads if self.rotary is None or turns is None or part == "V" else self.rotary.turn(heads, turns)
 
     def _load_from_state_dict(
         self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -541,9 +545,18 @@ def _slopes(alibi: bool | Sequence[float] | Tensor, n_heads: int, device: torch.
     return slopes.detach().clone().to(device)
 
 
-def _four_axes(tensor: Tensor | None) -> Tensor | None:
+def _four_axes(name: str, tensor: Tensor | None, n_heads: int) -> Tensor | None:
     """A view with all of (B, H, L, S) named, so that a head can be taken from it."""
-    return tensor if tensor is None or tensor.ndim >= 4 else tensor[(None,) * (4 - tensor.ndim)]
+    if tensor is None:
+        return None
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    four = tensor[(None,) * (4 - tensor.ndim)] if tensor.ndim < 4 else tensor
+    if four.ndim > 4 or four.shape[1] not in (1, n_heads):
+        raise ValueError(
+            f"{name}: expected a shape that broadcasts to (B, H={n_heads}, L, S), got {tuple(tensor.shape)}"
+        )
+    return four
 
 
 def _check_size(name: str, size: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 PAIRINGS = ("half", "interleaved")
+Tables = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,30 @@ class Rotary:
         found = self.theta ** -(torch.arange(0, turning, 2, dtype=torch.float64) / max(turning, 1))
         return found if self.scaling is None else self.scaling(found)
 
+    def tables(self, positions: Tensor, d_head: int, like: Tensor) -> Tables:
+        """Cosine and sine of every angle: two (L, n), or (B, 1, L, n) for positions (B, L).
+
+        They are formed in float64 and kept in float32, or in the type of `like` where that is wider, on its device.
+        """
+        angles = positions.to("cpu", torch.float64)[..., None] * self.frequencies(d_head)
+        angles = angles if angles.ndim == 2 else angles[:, None]
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        return angles.cos().to(like.device, dtype), angles.sin().to(like.device, dtype)
+
+    def turn(self, x: Tensor, tables: Tables) -> Tensor:
+        """Queries or keys (B, H, L, D) turned by the tables of their positions, in their own type."""
+        cos, sin = tables
+        turning = 2 * cos.shape[-1]
+        moved = x[..., :turning].to(cos.dtype)
+        if self.pairing == "half":
+            a, b = moved.chunk(2, -1)
+            moved = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        else:
+            a, b = moved[..., ::2], moved[..., 1::2]
+            moved = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+        moved = moved.to(x.dtype)
+        return moved if turning == x.shape[-1] else torch.cat([moved, x[..., turning:]], -1)
+
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Turn queries or keys.
 
@@ -126,23 +151,9 @@ class Rotary:
             positions: integers (L,) or (B, L).
 
         Returns:
-            (B, H, L, D) in the type of x; angles are formed in float64, products in float32 or wider.
+            (B, H, L, D) in the type of x.
         """
-        d_head = x.shape[-1]
-        turning = self.turning(d_head)
-        angles = positions.to("cpu", torch.float64)[..., None] * self.frequencies(d_head)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        angles = angles if angles.ndim == 2 else angles[:, None]
-        cos, sin = (f.to(x.device, dtype) for f in (angles.cos(), angles.sin()))
-        moved = x[..., :turning].to(dtype)
-        if self.pairing == "half":
-            a, b = moved[..., : turning // 2], moved[..., turning // 2 :]
-            moved = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-        else:
-            a, b = moved[..., ::2], moved[..., 1::2]
-            moved = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
-        moved = moved.to(x.dtype)
-        return moved if turning == d_head else torch.cat([moved, x[..., turning:]], -1)
+        return self.turn(x, self.tables(positions, x.shape[-1], x))
 
 
 def _check_positive(name: str, value: float) -> None:
