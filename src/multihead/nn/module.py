@@ -457,7 +457,7 @@ class MultiHeadAttention(nn.Module):
         heads = projected.unflatten(-1, (projected.shape[-1] // width, width)).transpose(1, 2)
         norm = {"Q": self.q_norm, "K": self.k_norm}.get(part)
         if norm is not None:
-            heads = norm(heads).to(heads.dtype)
+            heads = norm(heads.to(norm.weight.dtype)).to(heads.dtype)
         return heads if self.rotary is None or turns is None or part == "V" else self.rotary.turn(heads, turns)
 
     def _load_from_state_dict(
