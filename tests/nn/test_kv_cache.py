@@ -75,6 +75,22 @@ def test_sequences_of_different_lengths(kind, options, x):
         torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("execution", ["parallel", "sequential"])
+@pytest.mark.parametrize("kind", EXACT)
+def test_chunks_of_different_lengths_behind_each_other(kind, execution, x):
+    layer, cache = make(**OPTIONS["window"], execution=execution), EXACT[kind]()
+    chunks, seen = [(5, [3, 5, 2]), (4, [4, 1, 0]), (3, [0, 3, 3])], [[], [], []]
+    for length, lengths in chunks:
+        tokens = torch.randn(B, length, WIDTH, dtype=torch.float64)
+        y = layer(tokens, key_lengths=torch.tensor(lengths), cache=cache)
+        for b, n in enumerate(lengths):
+            seen[b].append((tokens[b, :n], y[b, :n]))
+    assert cache.lengths.tolist() == [7, 9, 5]
+    for parts in seen:
+        inputs, outputs = (torch.cat(tensors) for tensors in zip(*parts))
+        torch.testing.assert_close(outputs, layer(inputs[None])[0], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("make_cache", [ROUNDED["int8"], ROUNDED["int8 paged"]], ids=["contiguous", "paged"])
 def test_int8_rounds_by_half_a_step_of_its_block_and_head(make_cache):
     key = torch.randn(B, G, L, D) * torch.logspace(-3, 3, L)[:, None]  # each block has its own size

@@ -372,7 +372,8 @@ class PagedKVCache(_Cache):
 
     def _get(self, name: str, cells: int) -> Tensor:
         buffer = self._buffers[name]
-        tables = self.block_tables.to(buffer.device).clamp(min=0)
+        # A table's -1 takes the last page: some numbers for positions beyond a sequence's length, which nobody reads.
+        tables = self.block_tables.to(buffer.device)
         return buffer[tables].transpose(1, 2).flatten(2, 3)[:, :, :cells]
 
 

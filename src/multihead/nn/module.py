@@ -468,7 +468,7 @@ class MultiHeadAttention(nn.Module):
             error_msgs.append(
                 f"{prefix or 'the layer'}: state dict of version {version}, this multihead knows {self._version}"
             )
-        projections.adopt(state_dict, prefix, self.runs, self.parts)
+        error_msgs += projections.adopt(state_dict, prefix, self.runs, self.parts)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
