@@ -301,9 +301,7 @@ class MultiHeadAttention(nn.Module):
 
     def with_options(self, **changes: Any) -> MultiHeadAttention:
         """A new layer of the same weights with other options, such as layout="separate"."""
-        made = type(self)(**self.options() | changes)
-        made.load_state_dict(self.state_dict())
-        return made.train(self.training)
+        return surgery.rebuilt(self, self.state_dict(), **changes)
 
     def extra_repr(self) -> str:
         """One line: sizes, then what differs from the plain layer."""
