@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "attention.h"
+#include "peak.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -125,4 +126,8 @@ NB_MODULE(_native, m) {
   m.def("level", &multihead::level, "The instruction-set level in use.");
   m.def("set_level", &multihead::set_level, "name"_a, "Choose a level; False when it is not here.");
   m.def("levels", &multihead::levels, "The levels that can be chosen here, best first.");
+  m.def("fma_gflops", &multihead::fma_gflops, "threads"_a, "seconds"_a,
+        nb::call_guard<nb::gil_scoped_release>(), "The most GFLOP/s of float32 multiply-adds here.");
+  m.def("read_gbs", &multihead::read_gbs, "threads"_a, "seconds"_a, nb::call_guard<nb::gil_scoped_release>(),
+        "The most GB/s of reads from memory here.");
 }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .heads.registration import register_when_loaded
 
 if TYPE_CHECKING:
+    from . import nn
     from .core.functional import attention, explain, observe
     from .core.masking import documents_from
     from .core.merge import merge
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .core.statistics import Observation, Statistics
     from .heads.report import HeadReport, look
     from .heads.watch import watch
+    from .nn.module import MultiHeadAttention
 
     __version__: str
 
@@ -33,10 +35,12 @@ _HOMES = {
     "watch": "heads.watch",
     "look": "heads.report",
     "HeadReport": "heads.report",
+    "MultiHeadAttention": "nn.module",
 }
 
 __all__ = [
     "HeadReport",
+    "MultiHeadAttention",
     "Observation",
     "Statistics",
     "__version__",
@@ -45,6 +49,7 @@ __all__ = [
     "explain",
     "look",
     "merge",
+    "nn",
     "observe",
     "scaled_dot_product_attention",
     "watch",
@@ -60,6 +65,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("multihead")
+    if name == "nn":
+        return import_module(".nn", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module 'multihead' has no attribute {name!r}")
     value = getattr(import_module(f".{_HOMES[name]}", __name__), name)

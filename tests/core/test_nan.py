@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import multihead as mh
-from multihead.core import finite
+from multihead.core import finite, native
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
 POISONS = [float("nan"), float("inf"), -float("inf")]
@@ -107,6 +107,21 @@ def test_visible_scores_that_are_all_minus_infinity_are_undefined(lab, impl):
     found = mh.observe(query, key, value, impl=impl)
     assert found.output[:, :, 2].isnan().all()
     assert all(found.statistics[name][:, :, 2].isnan().all() for name in ("lse", "max_weight", "entropy"))
+
+
+@pytest.mark.parametrize("path", ["reference", "tiled", "native"])
+@pytest.mark.parametrize("hidden", [(), (0,), (0, 1, 2, 3, 4, 5), (10,), tuple(range(10))])
+def test_of_visible_scores_that_are_all_minus_infinity_the_first_has_the_maximum(lab, path, hidden):
+    if path == "native" and native.core is None:
+        pytest.skip("the compiled core is not built")
+    query, key, value = lab.tensors()
+    query[:, :, 2, 0], key[..., 0] = 1, -float("inf")
+    mask = torch.ones(11, dtype=torch.bool)
+    mask[list(hidden)] = False
+    found = mh.observe(query, key, value, mask=mask, impl=path)
+    assert (found.max_logit[:, :, 2] == -float("inf")).all()
+    assert (found.argmax[:, :, 2] == next(j for j in range(11) if j not in hidden)).all()
+    assert found.key_mean[:, :, 2].isnan().all() and found.key_variance[:, :, 2].isnan().all()
 
 
 def test_poisoned_gradient_of_a_padding_query_reaches_nothing(lab, impl):

@@ -57,7 +57,7 @@ def forward(problem: Problem, statistics: Statistics | None = None) -> Observati
     position = positions_of(ALL, p.S, scores.device).to(scores.dtype)
     mean = torch.where(any_key, weights @ position, torch.nan)
     variance = (weights * (position - mean[..., None]) ** 2).sum(-1)
-    argmax = torch.where(any_key, _row_argmax(scores), -1)
+    argmax = torch.where(any_key, _row_argmax(scores, visible), -1)
     found = {
         "lse": lse if p.sinks is None else torch.logaddexp(lse, p.sinks.to(lse.dtype)[:, None]),
         "max_logit": torch.where(any_key, top, -_INF),
@@ -137,7 +137,9 @@ def _row_max(scores: Tensor) -> Tensor:
     return scores.max(-1).values if scores.shape[-1] else scores.new_full(scores.shape[:-1], -_INF)
 
 
-def _row_argmax(scores: Tensor) -> Tensor:
-    if scores.shape[-1]:
-        return scores.max(-1).indices
-    return torch.full(scores.shape[:-1], -1, device=scores.device)
+def _row_argmax(scores: Tensor, visible: Tensor) -> Tensor:
+    """The key that has the largest score, the lowest of equals; hidden keys are none, visible ones of -inf are."""
+    if not scores.shape[-1]:
+        return torch.full(scores.shape[:-1], -1, device=scores.device)
+    top, indices = scores.max(-1)
+    return torch.where(top == -_INF, visible.to(torch.uint8).argmax(-1), indices)

@@ -71,11 +71,16 @@ class Running:
             self.squares = wide * wide * self.squares + (powers * powers).sum(-1)
         if "key_mean" in self.names or "key_variance" in self.names:
             self._add_positions(powers, total, wide * self.total, wide, first_key)
+        seen_here = scores.shape[-1] if visible is None else visible.sum(-1)
         if "argmax" in self.names:
             better = (top > self.top) | (top.isnan() & ~self.top.isnan())
+            # A row whose visible scores are all -inf has its first visible key: hidden ones are -inf too.
+            better |= (self.argmax < 0) & (seen_here > 0)
+            if visible is not None:
+                where = torch.where(top == -torch.inf, visible.view(torch.uint8).argmax(-1), where)
             self.argmax = torch.where(better, where + first_key, self.argmax)
         self.total = wide * self.total + total
-        self.count = self.count + (scores.shape[-1] if visible is None else visible.sum(-1))
+        self.count = self.count + seen_here
         self.top = new_top
 
     def _add_positions(self, powers: Tensor, total: Tensor, before: Tensor, shrink: Tensor, first_key: int) -> None:
@@ -109,7 +114,7 @@ class Running:
             "argmax": self.argmax,
         }
         entropy = (log_total - self.surprise * inverse).masked_fill(empty, 0)
-        positions = {"key_mean": self.mean, "key_variance": self.spread * inverse}
+        positions = {"key_mean": self.mean + 0 * total, "key_variance": self.spread * inverse}
         found = nothing | {
             "entropy": entropy,
             "evenness": torch.where(count > 1, entropy / count.log(), torch.nan),
