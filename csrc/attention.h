@@ -7,7 +7,7 @@
 namespace multihead {
 
 // How numbers are stored. The core computes in float, and in double where they are doubles.
-enum class Stored : int32_t { kFloat, kDouble, kBfloat16, kFloat16 };
+enum class Stored : int32_t { kFloat, kDouble, kBfloat16, kFloat16, kInt8 };
 
 // A tensor (B, heads, rows, columns): strides in elements, any sign, zero for an expanded axis.
 struct Tensor {
@@ -28,8 +28,16 @@ using Interrupted = bool (*)();
 template <typename Real>
 struct Problem {
   int64_t B, H, G, L, S, D, E;
-  Stored stored;             // query, key, value and output
+  Stored stored;             // query and output, and key and value unless those are kInt8
   Tensor query, key, value;  // (B, H, L, D), (B, G, S, D), (B, G, S, E)
+
+  // A cache in pages, or null: key j of sequence b is row j % page_size of page pages[b * page_batch + j /
+  // page_size], and the tensors key and value are (pages, G, page_size, D or E). Pages that no row sees are
+  // not looked at. With scales, (pages, G), they are int8 and a number is its integer times its page's and
+  // head's scale.
+  const int32_t* pages;
+  int64_t page_batch, page_size;
+  const float *key_scales, *value_scales;
 
   // Which keys row i of a sequence sees: [begin, end), from arrays of L a sequence; without them
   // [0, S), or [0, query_start + i + 1) when causal.

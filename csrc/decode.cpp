@@ -105,7 +105,7 @@ class Decoder {
     for (int64_t kv = 0; kv < kv_heads; ++kv) new (&left[kv]) std::atomic<int64_t>(parts);
     return for_each(kv_heads * parts, threads, f.interrupted, [&](int64_t item, int thread) {
       const int64_t kv = item / parts;
-      with_stored(f.stored, [&](const auto* type) { attend(type, kv, item % parts, thread); });
+      with_cached(f, [&](const auto* type) { attend(type, kv, item % parts, thread); });
       if (left[kv].fetch_sub(1, std::memory_order_acq_rel) == 1) join(kv, thread);
     });
   }
@@ -121,6 +121,7 @@ class Decoder {
     Gathered gathered;
     LogOfCount log_of;
     const void *key[kKeys], *value[kKeys];
+    Real key_scale[kKeys], value_scale[kKeys];  // where there are scales
   };
 
   // Of a thread: queries, scores, the output of a part and what it was before the newest block.
@@ -152,16 +153,20 @@ class Decoder {
     if (seen.begin < seen.end) {
       for (int r = 0; r < rows; ++r) {
         std::fill_n(query + r * query_row, query_row, Real(0));
-        pack_row(head_of(type, f.query, b, w.row[r].h, w.row[r].i), f.D, score.factor, query + r * query_row);
+        score.pack_query(b, w.row[r], query + r * query_row);
       }
       const T** const key = reinterpret_cast<const T**>(w.key);
       const T** const value = reinterpret_cast<const T**>(w.value);
+      const auto place_keys = [&](int64_t first, Columns columns) {
+        place(f.key, b, g, seen, first, columns, f.D, copies, key, f.key_scales, w.key_scale);
+      };
       int64_t first = seen.begin / kKeys * kKeys;
       Columns columns = columns_of(seen, first);
-      place(head_of(type, f.key, b, g, first), first, columns, f.D, copies, key);
+      place_keys(first, columns);
       while (first < seen.end) {
-        place(head_of(type, f.value, b, g, first), first, columns, f.E, copies + kKeys * f.D, value);
-        score_keys(w.row, query, key, value, first, columns, scores);
+        place(f.value, b, g, seen, first, columns, f.E, copies + kKeys * f.D, value, f.value_scales,
+              w.value_scale);
+        score_keys(w, query, key, value, first, columns, scores);
         Columns row_seen[kFew];
         std::fill_n(row_seen, rows, columns);
         if (f.observe)
@@ -170,7 +175,7 @@ class Decoder {
           w.gathered.add<false>(scores, rows, row_seen, first);
         const int64_t next = first + kKeys;
         const Columns next_columns = next < seen.end ? columns_of(seen, next) : Columns{0, 0};
-        place(head_of(type, f.key, b, g, next), next, next_columns, f.D, copies, key);
+        place_keys(next, next_columns);
         multiply_values(w, key, value, b, first, columns, scores, output, before);
         first = next, columns = next_columns;
       }
@@ -186,21 +191,33 @@ class Decoder {
             static_cast<int>(ceil_div(std::min<int64_t>(seen.end - first, kKeys), kColumns) * kColumns)};
   }
 
-  // Where the rows of a block lie, beside each other in themselves: copied if they are not.
+  // Where the rows of a block lie, beside each other in themselves (copied if they are not), and their
+  // scales. A key that the part does not see is stood for by the nearest that it sees.
   template <typename T>
-  void place(Matrix<T> from, int64_t first, Columns columns, int64_t width, T* copies, const T** at) const {
+  void place(const Tensor& tensor, int64_t b, int64_t g, Span seen, int64_t first, Columns columns,
+             int64_t width, T* copies, const T** at, const float* scales, Real* scale) const {
+    const int64_t begin = std::max(seen.begin, first + columns.from),
+                  end = std::min(seen.end, first + columns.to);
+    if (begin >= end) return;
+    each_key(static_cast<const T*>(nullptr), f, tensor, b, g, begin, end,
+             [&](const T* row, int64_t j, int64_t page) {
+               const int64_t c = j - first;
+               at[c] = row;
+               if (scales) scale[c] = scales[page];
+               if (tensor.column == 1) return;
+               T* const copy = copies + c * width;
+               for (int64_t d = 0; d < width; ++d) copy[d] = row[d * tensor.column];
+               at[c] = copy;
+             });
     for (int64_t c = columns.from; c < columns.to; ++c) {
-      const T* const row = from.data + std::min<int64_t>(c, f.S - 1 - first) * from.row;
-      at[c] = row;
-      if (from.column == 1) continue;
-      T* const copy = copies + c * width;
-      for (int64_t d = 0; d < width; ++d) copy[d] = row[d * from.column];
-      at[c] = copy;
+      const int64_t nearest = std::clamp(c, begin - first, end - 1 - first);
+      at[c] = at[nearest];
+      if (scales) scale[c] = scale[nearest];
     }
   }
 
   template <typename T>
-  void score_keys(Row* row, const Real* query, const T* const* key, const T* const* value, int64_t first,
+  void score_keys(Worker& w, const Real* query, const T* const* key, const T* const* value, int64_t first,
                   Columns columns, Real* scores) const {
     for (int c = columns.from; c < columns.to; c += kChunk) {
       const int n = std::min(columns.to - c, kChunk);
@@ -209,6 +226,8 @@ class Decoder {
                                value + c);
       });
     }
+    Row* const row = w.row;
+    if (f.key_scales) multiply(w.key_scale, columns, scores);
     const bool whole = !score.adds && !score.hides;
     for (int r = 0; r < rows; ++r)
       for (int c = columns.from; c < columns.to; c += kColumns) {
@@ -221,13 +240,14 @@ class Decoder {
 
   template <typename T>
   void multiply_values(Worker& w, const T* const* next_key, const T* const* value, int64_t b, int64_t first,
-                       Columns columns, const Real* p, Real* output, Real* before) const {
+                       Columns columns, Real* p, Real* output, Real* before) const {
     for (int r = 0; r < rows; ++r)
       for (int64_t e = 0; e < output_row; e += kLanes) {
         const Reals rescaled = load(output + r * output_row + e) * w.gathered.rescale[r];
         store(output + r * output_row + e, rescaled), store(before + r * output_row + e, rescaled);
       }
     if (f.C) add_classes(f.classes + b * f.class_batch + first, first, columns, p, output);
+    if (f.value_scales) multiply(w.value_scale, columns, p);
     Reals odd{};
     const int end = static_cast<int>(std::min<int64_t>(columns.to, f.S - first));
     for (int c = columns.from; c < end; c += kChunk) {
@@ -263,6 +283,16 @@ class Decoder {
         for (int64_t e = 0; e < f.E; ++e) o[e] += p[r * kScoreRow + c] * widen(value[c][e]);
       }
     }
+  }
+
+  // Rows times the scales of their columns; 0 stays 0, whatever the scale of a key that is not seen.
+  void multiply(const Real* scale, Columns columns, Real* of_rows) const {
+    for (int r = 0; r < rows; ++r)
+      for (int c = columns.from; c < columns.to; c += kLanes) {
+        Real* const at = of_rows + r * kScoreRow + c;
+        const Reals x = load(at);
+        store(at, x == 0 ? x : x * load(scale + c));
+      }
   }
 
   void add_classes(const int32_t* classes, int64_t first, Columns columns, const Real* p,
