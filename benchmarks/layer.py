@@ -86,11 +86,14 @@ def layouts(shape: tuple[int, ...], seconds: float) -> Layouts:
 
 
 def formula(shape: tuple[int, ...], execution: str) -> int:
-    """Bytes of float32 held at once beside input and weights: queries, keys, values, heads' outputs, the output."""
+    """Bytes of float32 held at once beside input and weights.
+
+    Queries, keys, values, what heads give, and the compiled core's copy of keys and values in an order of its own; of
+    one head and with the output where heads follow each other. In parallel the output comes when the rest is gone.
+    """
     B, L, d_model, H, G = shape
     D = d_model // H
-    heads = (2 * H + 2 * G) * D if execution == "parallel" else 4 * D
-    return 4 * B * L * (heads + d_model)
+    return 4 * B * L * ((2 * H + 4 * G) * D if execution == "parallel" else 6 * D + d_model)
 
 
 @torch.no_grad()
