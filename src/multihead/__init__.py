@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .core.functional import attention, explain, observe
     from .core.masking import documents_from
     from .core.merge import merge
+    from .core.pages import Pages
     from .core.sdpa import scaled_dot_product_attention
     from .core.statistics import Observation, Statistics
     from .heads.report import HeadReport, look
@@ -30,6 +31,7 @@ _HOMES = {
     "Statistics": "core.statistics",
     "Observation": "core.statistics",
     "documents_from": "core.masking",
+    "Pages": "core.pages",
     "merge": "core.merge",
     "scaled_dot_product_attention": "core.sdpa",
     "watch": "heads.watch",
@@ -42,6 +44,7 @@ __all__ = [
     "HeadReport",
     "MultiHeadAttention",
     "Observation",
+    "Pages",
     "Statistics",
     "__version__",
     "attention",

@@ -11,6 +11,7 @@ from torch import Tensor
 from . import native, reference, tiled
 from .axes import check_broadcast, check_integers, check_shape
 from .masking import Visibility
+from .pages import Pages
 from .problem import Problem
 from .statistics import Observation, Statistics
 
@@ -21,8 +22,8 @@ _OPEN: Window = (None, None)
 
 def attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Pages,
+    value: Tensor | Pages,
     *,
     causal: bool = False,
     window: Window | None = None,
@@ -45,7 +46,7 @@ def attention(
     Args:
         query: (B, H, L, D), float.
         key: (B, G, S, D); G divides H, and query head h reads key/value head h // (H // G).
-        value: (B, G, S, E).
+        value: (B, G, S, E). Key and value may be `Pages` of a cache too.
         causal: query i sees keys j <= p, where p = query_start + i is its position among the keys.
         window: (left, right), a query sees p - left <= j <= p + right; None is an open side.
         mask: bool, broadcasts to (B, H, L, S); True = may attend.
@@ -84,8 +85,8 @@ def attention(
 
 def observe(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Pages,
+    value: Tensor | Pages,
     *,
     statistics: Statistics | None = None,
     impl: str = "auto",
@@ -114,8 +115,8 @@ def observe(
 
 def explain(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Pages,
+    value: Tensor | Pages,
     *,
     statistics: Statistics | None = None,
     impl: str = "auto",
@@ -150,7 +151,8 @@ def explain(
 
 def run(problem: Problem, statistics: Statistics | None, impl: str = "auto") -> Observation:
     """Compute a checked problem on the path that `choose` says."""
-    return _IMPLEMENTATIONS[choose(problem, statistics, impl)](problem, statistics)
+    path = choose(problem, statistics, impl)
+    return _IMPLEMENTATIONS[path](problem if path == "native" else problem.plain(), statistics)
 
 
 def choose(problem: Problem, statistics: Statistics | None, impl: str = "auto") -> str:
@@ -177,8 +179,8 @@ def why_not_native(problem: Problem, statistics: Statistics | None) -> str | Non
 
 def build_problem(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Pages,
+    value: Tensor | Pages,
     *,
     causal: bool = False,
     window: Window | None = None,
@@ -200,6 +202,10 @@ def build_problem(
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came.
     """
+    pages = None
+    if isinstance(key, Pages) or isinstance(value, Pages):
+        pages = _check_pages(query, key, value)
+        key, value = (x.shaped(query) for x in pages)
     sizes = _check_inputs(query, key, value)
     B, H, L, S = sizes["B"], sizes["H"], sizes["L"], sizes["S"]
     device = query.device
@@ -241,7 +247,24 @@ def build_problem(
     )  # fmt: skip
     if scale is None:
         scale = 1 / math.sqrt(sizes["D"]) if sizes["D"] else 1.0
-    return Problem(query, key, value, visibility, scale, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed)
+    if pages is not None and device.type == "cpu":
+        begin, end = visibility.bounds()
+        for name, x in zip(("key", "value"), pages, strict=True):
+            x.check_table(name, begin.amin(1) if L else begin.new_zeros(1), end.amax(1) if L else end.new_zeros(1))
+    return Problem(
+        query, key, value, visibility, scale, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed, pages
+    )  # fmt: skip
+
+
+def _check_pages(query: Tensor, key: Tensor | Pages, value: Tensor | Pages) -> tuple[Pages, Pages]:
+    """Check that both are in pages, of numbers that go with the query's."""
+    for name, x in (("key", key), ("value", value)):
+        if not isinstance(x, Pages):
+            raise TypeError(f"{name}: expected Pages, as the other of key and value is, got {type(x).__name__}")
+        if x.scales is None and x.data.dtype is not query.dtype:
+            raise TypeError(f"{name}: expected pages of {query.dtype}, as query is, or of int8, got {x.data.dtype}")
+    assert isinstance(key, Pages) and isinstance(value, Pages)
+    return key, value
 
 
 def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:

@@ -97,15 +97,15 @@ class Pages:
             gathered = gathered * self.scales[pages].to(dtype)[..., None, None]
         return gathered.transpose(1, 2).reshape(self.shape)
 
-    def check_table(self, name: str, begin: int, ends: Tensor) -> None:
-        """Check the pages of positions from `begin` to each sequence's end (B,), on a CPU.
+    def check_table(self, name: str, begin: Tensor, end: Tensor) -> None:
+        """Check the pages of the positions from `begin` to `end` (B,) of each sequence, on a CPU.
 
         Raises:
             ValueError: the table names a page that is not there.
         """
-        index = torch.arange(self.table.shape[1]) * self.page
-        used = (index < ends[:, None]) & (index + self.page > begin)
+        first = torch.arange(self.table.shape[1]) * self.page
+        used = (first < end[:, None]) & (first + self.page > begin[:, None])
         if bool((used & ((self.table < 0) | (self.table >= len(self.data)))).any()):
             raise ValueError(
-                f"{name}: expected a table of pages from 0 to P-1={len(self.data) - 1} as far as key_lengths go"
+                f"{name}: expected a table of pages from 0 to P-1={len(self.data) - 1} wherever a query looks"
             )
