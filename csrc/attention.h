@@ -82,9 +82,31 @@ struct Forward : Problem<Real> {
   int64_t* argmax;
 };
 
-// Fills the output and the statistics; false when interrupted. Throws std::bad_alloc.
+// What keys, distances and cells of a map gather over rows: the weights are made again, from each row's
+// largest score `top` (B, H, L) in units of log 2 and 1 over its sum of 2^(score - top), `inverse`, 0 in a
+// row without keys.
+template <typename Real>
+struct SecondPass : Problem<Real> {
+  const Real *top, *inverse;
+
+  Real *received, *received_max;  // (B, H, S): the sum and the largest of a key's weights
+  // (B, H, 2 sides + 1): weight by distance p - j. The middle is 0; k from it are 2^(k-1) <= |p - j| < 2^k,
+  // the past on the right, and what is further than the ends is in them.
+  Real* distances;
+  int64_t sides;
+  Real *map, *map_max;  // (B, H, cells, cells): the sum and the largest of cell (i cells / L, j cells / S)
+  int64_t cells;
+  int64_t*
+      top_keys;  // (B, H, L, k): the heaviest keys of a row, the lower of equals first, -1 past those it sees
+  Real* top_weights;
+  int64_t k;
+};
+
+// Fill the arrays that are asked for; false when interrupted. Throw std::bad_alloc.
 bool forward(const Forward<float>& problem);
 bool forward(const Forward<double>& problem);
+bool second_pass(const SecondPass<float>& problem);
+bool second_pass(const SecondPass<double>& problem);
 
 // Runs on the threads of an OpenMP runtime that is loaded from a file under `folder` (PyTorch's own),
 // rather than on a pool beside it that would fight it for the cores. False when there is none; then,

@@ -7,12 +7,14 @@
 
 namespace multihead {
 
-#define MH_DECLARE(level)                         \
-  namespace level##_float {                       \
-    bool forward(const Forward<float>& problem);  \
-  }                                               \
-  namespace level##_double {                      \
-    bool forward(const Forward<double>& problem); \
+#define MH_DECLARE(level)                                \
+  namespace level##_float {                              \
+    bool forward(const Forward<float>& problem);         \
+    bool second_pass(const SecondPass<float>& problem);  \
+  }                                                      \
+  namespace level##_double {                             \
+    bool forward(const Forward<double>& problem);        \
+    bool second_pass(const SecondPass<double>& problem); \
   }
 #if MH_HAVE_AVX512
 MH_DECLARE(avx512)
@@ -35,6 +37,7 @@ namespace {
 template <typename Real>
 struct Entries {
   bool (*forward)(const Forward<Real>&);
+  bool (*second_pass)(const SecondPass<Real>&);
 };
 
 struct Level {
@@ -44,8 +47,10 @@ struct Level {
   Entries<double> of_double;
 };
 
-#define MH_ENTRIES(level) \
-  {level##_float::forward}, { level##_double::forward }
+#define MH_ENTRIES(level)                                 \
+  {level##_float::forward, level##_float::second_pass}, { \
+    level##_double::forward, level##_double::second_pass  \
+  }
 
 bool always() { return true; }
 #if defined(__x86_64__)
@@ -93,6 +98,10 @@ std::atomic<const Level*>& chosen() {
 
 bool forward(const Forward<float>& problem) { return chosen().load()->of_float.forward(problem); }
 bool forward(const Forward<double>& problem) { return chosen().load()->of_double.forward(problem); }
+bool second_pass(const SecondPass<float>& problem) { return chosen().load()->of_float.second_pass(problem); }
+bool second_pass(const SecondPass<double>& problem) {
+  return chosen().load()->of_double.second_pass(problem);
+}
 
 const char* level() { return chosen().load()->name; }
 
