@@ -1,4 +1,4 @@
-"""Weights in and out, against each model's own attention: what it was given and what it gave, seen while the model runs."""
+"""Weights in and out, against each model's own attention: what it was given and gave, seen while the model runs."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_layer_from_a_module_gives_what_the_model_gives(case, layout):
 def test_a_module_written_from_a_layer_gives_what_the_layer_gives(case):
     layer = mh.nn.from_module(case.build().get_submodule(case.attention), layout="separate")
     other = case.build()
-    attention, x, context, before = case.run(other)
+    attention, *_ = case.run(other)
     names = {name for name, _ in attention.named_parameters()}
     mh.nn.to_module(layer, attention)
     torch.manual_seed(1)
