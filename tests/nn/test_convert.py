@@ -410,3 +410,25 @@ def test_errors_of_files(tmp_path):
     refused(
         read(0, path=tmp_path / "w"), ValueError, "layer: expected 'encoder.0' or 'decoder.0' or 'cross.0' for Whisper"
     )
+
+
+OLD_FORMS = {
+    "llama 3.1, biases": {"rope_theta": 100.0, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}},
+    "llama, linear": {"rope_theta": 100.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "gpt-neox": {"rotary_emb_base": 100.0, "rotary_pct": 0.4},
+    "falcon 7b": {"rope_theta": 100.0},
+}
+
+
+@pytest.mark.parametrize("name", OLD_FORMS)
+def test_a_config_json_of_before_transformers_5(name, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    case = CASES[name]
+    model = case.build()
+    model.save_pretrained(tmp_path)
+    _, x, context, output = case.run(model)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    path.write_text(json.dumps(config | OLD_FORMS[name]))
+    assert_same(mh.nn.from_safetensors(tmp_path, case.layer), x, context, output)
