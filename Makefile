@@ -73,8 +73,12 @@ lint: setup ## ruff and clang-format, changing nothing
 types: setup ## pyright
 	$(VENV)/bin/pyright
 
-bench: setup ## the compiled core against PyTorch's fused attention
+bench: $(VENV)/.bench ## every registered shape against the libraries that are installed, then a whole model
 	$(PYTHON) -m benchmarks
+
+$(VENV)/.bench: constraints.txt $(VENV)/.ready
+	$(PIP) install -c constraints.txt jax onnxruntime
+	@touch $@
 
 format: setup ## ruff and clang-format, in place
 	$(VENV)/bin/ruff check --fix .

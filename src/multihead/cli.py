@@ -113,6 +113,57 @@ def look_command(
     _print(report, outputs)
 
 
+@app.command(
+    "bench",
+    epilog="Exit codes: 0 done, 1 a candidate's numbers are wrong (its ratio is left out), 2 input that cannot be used,"
+    " 130 Ctrl-C.",
+)
+def bench_command(
+    only: Annotated[str, typer.Option(help="Only these sections: prefill,decode,window,small,half,width,train.")] = "",
+    seconds: Annotated[float, typer.Option(min=0.0, help="Calling time of each candidate on each shape.")] = 1.0,
+    peers: Annotated[str, typer.Option(help="Only these peers: torch,eager,flex,ort-mha,ort-gqa,jax.")] = "",
+    json: Annotated[Path | None, typer.Option(help="Write everything as JSON.")] = None,
+) -> None:
+    """Measure attention against the libraries that are installed, in one run."""
+    if json is not None:
+        _check_writable(json)
+    out = sys.stdout
+
+    def show(text: str) -> None:
+        # On a terminal rich puts the line above its bar; a pipe gets it straight.
+        print(text, file=None if out.isatty() else out, flush=True)
+
+    with _progress() as tell:
+        tell("loading PyTorch", None)
+        from multihead.bench.peers import peers as peers_of
+        from multihead.bench.run import run
+        from multihead.bench.shapes import sections as sections_of
+        from multihead.bench.table import Table
+        from multihead.heads.files import write_whole
+
+        try:
+            sections, chosen = sections_of(_names(only)), peers_of(_names(peers))
+        except ValueError as error:
+            _refuse(str(error))
+        with unwinding():
+            report = run(sections, chosen, seconds=seconds, tell=tell, listener=Table(show))
+            if json is not None:
+                write_whole(json, report.as_json())
+    for name, reason in report.absent.items():
+        print(f"without {name}: {reason}")
+    if json is not None:
+        print(json)
+    for wrong in report.wrong:
+        print(f"multihead: {visible(wrong)}", file=sys.stderr)
+    if report.wrong:
+        raise typer.Exit(1)
+
+
+def _names(listed: str) -> list[str] | None:
+    """Return the names of a list such as prefill,decode; None for all."""
+    return [name.strip() for name in listed.split(",")] if listed else None
+
+
 def _print(report: HeadReport, outputs: list[Path]) -> None:
     from rich.text import Text
 

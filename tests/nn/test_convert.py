@@ -1,4 +1,4 @@
-"""Weights in and out, against each model's own attention: what it was given and what it gave, seen while the model runs."""
+"""Weights in and out, against each model's own attention: what it was given and gave, seen while the model runs."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_layer_from_a_module_gives_what_the_model_gives(case, layout):
 def test_a_module_written_from_a_layer_gives_what_the_layer_gives(case):
     layer = mh.nn.from_module(case.build().get_submodule(case.attention), layout="separate")
     other = case.build()
-    attention, x, context, before = case.run(other)
+    attention, *_ = case.run(other)
     names = {name for name, _ in attention.named_parameters()}
     mh.nn.to_module(layer, attention)
     torch.manual_seed(1)
@@ -410,3 +410,25 @@ def test_errors_of_files(tmp_path):
     refused(
         read(0, path=tmp_path / "w"), ValueError, "layer: expected 'encoder.0' or 'decoder.0' or 'cross.0' for Whisper"
     )
+
+
+OLD_FORMS = {
+    "llama 3.1, biases": {"rope_theta": 100.0, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}},
+    "llama, linear": {"rope_theta": 100.0, "rope_scaling": {"type": "linear", "factor": 4.0}},
+    "gpt-neox": {"rotary_emb_base": 100.0, "rotary_pct": 0.4},
+    "falcon 7b": {"rope_theta": 100.0},
+}
+
+
+@pytest.mark.parametrize("name", OLD_FORMS)
+def test_a_config_json_of_before_transformers_5(name, tmp_path):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    case = CASES[name]
+    model = case.build()
+    model.save_pretrained(tmp_path)
+    _, x, context, output = case.run(model)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    del config["rope_parameters"]
+    path.write_text(json.dumps(config | OLD_FORMS[name]))
+    assert_same(mh.nn.from_safetensors(tmp_path, case.layer), x, context, output)

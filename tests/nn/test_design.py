@@ -1,4 +1,4 @@
-"""head_for: its weights, as PyTorch's attention gives them, against the wanted ones; and the reasons, where they differ."""
+"""head_for: its weights, as PyTorch gives them, against the wanted ones; and the reasons, where they differ."""
 
 import math
 
@@ -200,6 +200,9 @@ def test_equal_tokens_under_a_causal_rule_may_differ_by_a_factor():
     scores[:, 3] = scores[:, 2]
     target = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf).softmax(-1)
     assert head_for(x, target, causal=True).exact
+    # In two dimensions it is out of reach, but not because of them.
+    flat = head_for(x[:, :2].contiguous(), target, causal=True)
+    assert len(flat.limits) == 1 and flat.limits[0].startswith("no d_head reaches it: the 4 tokens that ask span 2")
     target[3, :2] = target[3, :2].flip(0)
     assert head_for(x, target, causal=True).limits[0].startswith("tokens 2 and 3 of x are equal")
 

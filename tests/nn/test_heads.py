@@ -270,11 +270,12 @@ def test_why_heads_cannot_be_grouped():
 
 def test_surgery_keeps_mode_type_and_the_layer(x):
     assert make().group(1).training and make().group(1).W_O.weight.requires_grad
-    layer = make(dtype=torch.float32).eval().requires_grad_(False)
+    layer = make(dtype=torch.float32, qk_norm="rms").eval().requires_grad_(False)
+    layer.k_norm.eps = 0.25
     before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     for made in (layer.prune_heads([0, 2, 4]), layer.group(1), layer.with_options(layout="separate")):
         assert not made.training and not any(p.requires_grad for p in made.parameters())
-        assert made.W_O.weight.dtype is torch.float32
+        assert made.k_norm.eps == 0.25 and made.W_O.weight.dtype is torch.float32
         for parameter in made.parameters():
             nn.init.zeros_(parameter)
     torch.testing.assert_close(dict(layer.state_dict()), before, rtol=0, atol=0)

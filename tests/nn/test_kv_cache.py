@@ -91,6 +91,19 @@ def test_chunks_of_different_lengths_behind_each_other(kind, execution, x):
         torch.testing.assert_close(outputs, layer(inputs[None])[0], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("execution", ["parallel", "sequential"])
+def test_padding_on_the_left_is_a_mask_over_all_keys(kind, execution, x):
+    layer, cache, padding = make(**OPTIONS["rotary"], execution=execution), EXACT[kind](), [4, 0, 7]
+    real = torch.arange(L) >= torch.tensor(padding)[:, None]
+    x = x.masked_fill(~real[..., None], 1e3)
+    first = layer(x[:, :9], mask=real[:, None, None, :9], query_mask=real[:, :9], cache=cache)
+    rest = [layer(x[:, i : i + 1], mask=real[:, None, None, : i + 1], cache=cache) for i in range(9, L)]
+    got = torch.cat([first, *rest], 1)
+    for b, n in enumerate(padding):
+        torch.testing.assert_close(got[b, n:], layer(x[b : b + 1, n:])[0], rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("make_cache", [ROUNDED["int8"], ROUNDED["int8 paged"]], ids=["contiguous", "paged"])
 def test_int8_rounds_by_half_a_step_of_its_block_and_head(make_cache):
     key = torch.randn(B, G, L, D) * torch.logspace(-3, 3, L)[:, None]  # each block has its own size

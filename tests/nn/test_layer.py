@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import sys
 
 import pytest
 import torch
@@ -376,6 +377,25 @@ def test_half_precision_autocast_and_meta(x):
     assert sum(p.numel() for p in big.parameters()) == 2 * 8192**2 + 2 * 8192 * 1024
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="peaks of memory are read from /proc")
+def test_sequential_takes_the_memory_of_one_head():
+    from benchmarks.layer import executions
+
+    parallel, sequential = executions((1, 4096, 512, 16, 16))
+    for found in (parallel, sequential):
+        assert found.peak_bytes < 1.2 * found.formula_bytes + 4e6, found
+    assert sequential.peak_bytes < parallel.peak_bytes / 3
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_gives_the_same(x):
+    for execution in ("parallel", "sequential"):
+        layer = make(**FORMS["everything"], execution=execution)
+        compiled = torch.compile(layer, backend="eager")
+        torch.testing.assert_close(compiled(x), layer(x), rtol=1e-12, atol=1e-12)
+
+
 def test_empty_inputs():
     for execution in ("parallel", "sequential"):
         layer = make(execution=execution, rotary=mh.nn.Rotary())
@@ -405,6 +425,8 @@ def test_repr_is_readable():
         ((12.0, 6), TypeError, "d_model: expected an int, got 12.0"),
         ((12, 6, None, {"d_head": -1}), ValueError, "d_head: expected 1 or more, got -1"),
         ((12, 6, None, {"bias": (True, False)}), TypeError, r"bias: expected a bool, or three of them for \(q, k, v\)"),
+        ((12, 6, None, {"bias": 1}), TypeError, r"bias: expected a bool, or three of them for \(q, k, v\), got 1"),
+        ((12, 6, None, {"d_context": 0}), ValueError, "d_context: expected 1 or more, got 0"),
         ((12, 6, None, {"layout": "wide"}), ValueError, "layout: expected 'packed' or 'separate', got 'wide'"),
         ((12, 6, None, {"execution": "gpu"}), ValueError, "execution: expected 'parallel' or 'sequential', got 'gpu'"),
         ((12, 6, None, {"qk_norm": "l3"}), ValueError, "qk_norm: expected None or 'rms', got 'l3'"),

@@ -10,11 +10,18 @@ import torch
 from torch import Tensor
 
 from .inputs import Inputs, visible
+from .peers.base import Peer
+from .peers.ours import Multihead
 from .shapes import Shape
 
 # Ours must keep the contract. Others are free to round in their own way; a wrong mask or head is off by far more.
 SLACK_OF_OURS, SLACK_OF_OTHERS = 1.0, 16.0
 _ROWS = 61
+
+
+def slack_of(peer: Peer) -> float:
+    """Up to which quotient the gate is green for a candidate."""
+    return SLACK_OF_OURS if isinstance(peer, Multihead) else SLACK_OF_OTHERS
 
 
 def check(shape: Shape, inputs: Inputs, found: Sequence[Tensor], entropy_weight: float = 0.0) -> float:

@@ -95,7 +95,7 @@ def head_for(
         >>> design.weights[0]
         tensor([0.1000, 0.2000, 0.7000])
         >>> design.exact, design.d_head
-        (True, 1)
+        (True, 2)
     """
     context = x if context is None else context
     x, context, wanted, visible = _checked(x, target, context, causal)

@@ -132,5 +132,8 @@ def rebuilt(layer: MultiHeadAttention, state: Mapping[str, Tensor], **changes) -
     """A new layer with other options and these weights, in the layer's mode; frozen if all of the layer is."""
     made = type(layer)(**layer.options() | changes)
     made.load_state_dict(state)
+    for name in ("q_norm", "k_norm"):
+        if getattr(layer, name) is not None:
+            getattr(made, name).eps = getattr(layer, name).eps
     made.requires_grad_(any(parameter.requires_grad for parameter in layer.parameters()))
     return made.train(layer.training)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..inputs import Inputs
+from ..machine import cores
 from ..shapes import Shape
 from .base import Peer, Prepared, missing
 
@@ -21,11 +21,13 @@ class JaxXla(Peer):
 
     def available(self) -> str | None:
         reason = missing("jax")
-        if reason is None and torch.get_num_threads() != len(os.sched_getaffinity(0)):
+        if reason is None and torch.get_num_threads() != cores():
             return f"JAX takes every core, and the others run on {torch.get_num_threads()} threads"
         return reason
 
     def refuses(self, shape: Shape) -> str | None:
+        if shape.dtype == "float16":
+            return "JAX multiplies no float16 on the CPU for it"
         if shape.score_bytes > 1 << 30:
             return f"XLA keeps the scores in memory, {shape.score_bytes / 1e9:.1f} GB here"
         return None
