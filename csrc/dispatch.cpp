@@ -7,12 +7,14 @@
 
 namespace multihead {
 
-#define MH_DECLARE(level)                         \
-  namespace level##_float {                       \
-    bool forward(const Forward<float>& problem);  \
-  }                                               \
-  namespace level##_double {                      \
-    bool forward(const Forward<double>& problem); \
+#define MH_DECLARE(level)                           \
+  namespace level##_float {                         \
+    bool forward(const Forward<float>& problem);    \
+    bool backward(const Backward<float>& problem);  \
+  }                                                 \
+  namespace level##_double {                        \
+    bool forward(const Forward<double>& problem);   \
+    bool backward(const Backward<double>& problem); \
   }
 #if MH_HAVE_AVX512
 MH_DECLARE(avx512)
@@ -35,6 +37,7 @@ namespace {
 template <typename Real>
 struct Entries {
   bool (*forward)(const Forward<Real>&);
+  bool (*backward)(const Backward<Real>&);
 };
 
 struct Level {
@@ -45,7 +48,7 @@ struct Level {
 };
 
 #define MH_ENTRIES(level) \
-  {level##_float::forward}, { level##_double::forward }
+  {level##_float::forward, level##_float::backward}, { level##_double::forward, level##_double::backward }
 
 bool always() { return true; }
 #if defined(__x86_64__)
@@ -93,6 +96,8 @@ std::atomic<const Level*>& chosen() {
 
 bool forward(const Forward<float>& problem) { return chosen().load()->of_float.forward(problem); }
 bool forward(const Forward<double>& problem) { return chosen().load()->of_double.forward(problem); }
+bool backward(const Backward<float>& problem) { return chosen().load()->of_float.backward(problem); }
+bool backward(const Backward<double>& problem) { return chosen().load()->of_double.backward(problem); }
 
 const char* level() { return chosen().load()->name; }
 
