@@ -80,6 +80,35 @@ struct Forward : Problem<Real> {
       *sink_mass;
   Real* class_mass;
   int64_t* argmax;
+
+  // For backward: each row's largest score in units of log 2, and 1 over the sum of 2^(score - top), which is
+  // 0 for a row without keys alone and NaN where its weights are. Both or none.
+  Real *top, *inverse;
+};
+
+// The gradients of a problem; d_x stands for the gradient of x. What is null is not there, or not wanted.
+template <typename Real>
+struct Backward : Problem<Real> {
+  const Real* sinks;
+
+  // What forward gave. The statistics are read where they have a gradient.
+  const Real *top, *inverse;
+  Tensor output;
+  const Real *entropy, *class_mass;
+  const int64_t* argmax;
+
+  // What comes in. Statistics (B, H, L), contiguous. In rows without keys only that of the lse is read, which
+  // is the sink's there.
+  Tensor d_output;
+  const Real *d_lse, *d_max_logit, *d_entropy, *d_sink_mass;
+  const Real* d_class_mass;  // (B, H, L, C)
+  const int32_t* classes;    // as in Forward
+  int64_t class_batch, C;
+
+  // What goes out.
+  Tensor d_query, d_key, d_value;  // as stored
+  Tensor d_bias;                   // of Real, zeros before; a stride of 0 for each axis that is summed
+  Real *d_slopes, *d_sinks;        // (H,)
 };
 
 // What keys, distances and cells of a map gather over rows: the weights are made again, from each row's
@@ -107,6 +136,8 @@ bool forward(const Forward<float>& problem);
 bool forward(const Forward<double>& problem);
 bool second_pass(const SecondPass<float>& problem);
 bool second_pass(const SecondPass<double>& problem);
+bool backward(const Backward<float>& problem);
+bool backward(const Backward<double>& problem);
 
 // Runs on the threads of an OpenMP runtime that is loaded from a file under `folder` (PyTorch's own),
 // rather than on a pool beside it that would fight it for the cores. False when there is none; then,

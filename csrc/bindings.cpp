@@ -90,7 +90,7 @@ void release(F&& body) {
 template <typename Real>
 void forward_as(const Arguments& arguments, Address output, const Layout& layout, Address sinks,
                 Address classes, int64_t class_batch, int64_t n_classes, bool observe,
-                const std::array<Address, 11>& statistics, int threads) {
+                const std::array<Address, 11>& statistics, const std::array<Address, 2>& saved, int threads) {
   multihead::Forward<Real> f{};
   fill(f, arguments, threads);
   f.output = tensor(output, layout), f.sinks = pointer<Real>(sinks);
@@ -102,15 +102,74 @@ void forward_as(const Arguments& arguments, Address output, const Layout& layout
   for (int i = 0; i < 11; ++i)
     if (rows[i]) *rows[i] = pointer<Real>(statistics[i]);
   f.argmax = pointer<int64_t>(statistics[3]);
+  f.top = pointer<Real>(saved[0]), f.inverse = pointer<Real>(saved[1]);
   release([&] { return multihead::forward(f); });
 }
 
 void forward(const Arguments& arguments, Address output, const Layout& layout, Address sinks, Address classes,
              int64_t class_batch, int64_t n_classes, bool observe, const std::array<Address, 11>& statistics,
-             int threads) {
+             const std::array<Address, 2>& saved, int threads) {
   const bool wide = arguments.stored[0] == static_cast<int>(multihead::Stored::kDouble);
   (wide ? forward_as<double> : forward_as<float>)(arguments, output, layout, sinks, classes, class_batch,
-                                                  n_classes, observe, statistics, threads);
+                                                  n_classes, observe, statistics, saved, threads);
+}
+
+// What backward reads and fills beside the problem, as native.py writes it down.
+struct Gradients {
+  Address sinks;
+  std::array<Address, 5> saved;    // top, inverse, entropy, argmax, class_mass
+  std::array<Address, 2> outputs;  // the output and its gradient
+  std::array<Layout, 2> output_layouts;
+  std::array<Address, 5> incoming;  // of lse, max_logit, entropy, sink_mass, class_mass
+  Address classes;
+  int64_t class_batch, n_classes;
+  std::array<Address, 4> made;  // of query, key, value, bias
+  std::array<Layout, 4> made_layouts;
+  std::array<Address, 2> of_heads;  // of slopes, sinks
+};
+
+template <typename Real>
+void backward_as(const Arguments& arguments, const Gradients& g, int threads) {
+  multihead::Backward<Real> f{};
+  fill(f, arguments, threads);
+  f.sinks = pointer<Real>(g.sinks);
+  f.top = pointer<Real>(g.saved[0]), f.inverse = pointer<Real>(g.saved[1]),
+  f.entropy = pointer<Real>(g.saved[2]);
+  f.argmax = pointer<int64_t>(g.saved[3]), f.class_mass = pointer<Real>(g.saved[4]);
+  f.output = tensor(g.outputs[0], g.output_layouts[0]),
+  f.d_output = tensor(g.outputs[1], g.output_layouts[1]);
+  f.d_lse = pointer<Real>(g.incoming[0]), f.d_max_logit = pointer<Real>(g.incoming[1]);
+  f.d_entropy = pointer<Real>(g.incoming[2]), f.d_sink_mass = pointer<Real>(g.incoming[3]);
+  f.d_class_mass = pointer<Real>(g.incoming[4]);
+  f.classes = pointer<int32_t>(g.classes), f.class_batch = g.class_batch, f.C = g.n_classes;
+  f.d_query = tensor(g.made[0], g.made_layouts[0]), f.d_key = tensor(g.made[1], g.made_layouts[1]);
+  f.d_value = tensor(g.made[2], g.made_layouts[2]), f.d_bias = tensor(g.made[3], g.made_layouts[3]);
+  f.d_slopes = pointer<Real>(g.of_heads[0]), f.d_sinks = pointer<Real>(g.of_heads[1]);
+  release([&] { return multihead::backward(f); });
+}
+
+void backward(const Arguments& arguments, const Gradients& gradients, int threads) {
+  const bool wide = arguments.stored[0] == static_cast<int>(multihead::Stored::kDouble);
+  (wide ? backward_as<double> : backward_as<float>)(arguments, gradients, threads);
+}
+
+template <typename Real>
+void second_pass_as(const Arguments& arguments, const std::array<Address, 2>& rows,
+                    const std::array<Address, 7>& filled, const std::array<int64_t, 3>& counts, int threads) {
+  multihead::SecondPass<Real> f{};
+  fill(f, arguments, threads);
+  f.top = pointer<Real>(rows[0]), f.inverse = pointer<Real>(rows[1]);
+  f.received = pointer<Real>(filled[0]), f.received_max = pointer<Real>(filled[1]);
+  f.distances = pointer<Real>(filled[2]), f.sides = counts[0];
+  f.map = pointer<Real>(filled[3]), f.map_max = pointer<Real>(filled[4]), f.cells = counts[1];
+  f.top_keys = pointer<int64_t>(filled[5]), f.top_weights = pointer<Real>(filled[6]), f.k = counts[2];
+  release([&] { return multihead::second_pass(f); });
+}
+
+void second_pass(const Arguments& arguments, const std::array<Address, 2>& rows,
+                 const std::array<Address, 7>& filled, const std::array<int64_t, 3>& counts, int threads) {
+  const bool wide = arguments.stored[0] == static_cast<int>(multihead::Stored::kDouble);
+  (wide ? second_pass_as<double> : second_pass_as<float>)(arguments, rows, filled, counts, threads);
 }
 
 }  // namespace
@@ -125,8 +184,18 @@ NB_MODULE(_native, m) {
            "query_start"_a, "cells"_a, "cell_layouts"_a, "documents"_a, "alibi"_a, "scale"_a, "softcap"_a,
            "pages"_a, "page_batch"_a, "page_size"_a);
   m.def("forward", &forward, "problem"_a, "output"_a, "layout"_a, "sinks"_a, "classes"_a, "class_batch"_a,
-        "n_classes"_a, "observe"_a, "statistics"_a, "threads"_a,
+        "n_classes"_a, "observe"_a, "statistics"_a, "saved"_a, "threads"_a,
         "Attention into the arrays at the given addresses.");
+  nb::class_<Gradients>(m, "Gradients", "What backward reads and fills; see attention.h.")
+      .def(nb::init<Address, std::array<Address, 5>, std::array<Address, 2>, std::array<Layout, 2>,
+                    std::array<Address, 5>, Address, int64_t, int64_t, std::array<Address, 4>,
+                    std::array<Layout, 4>, std::array<Address, 2>>(),
+           "sinks"_a, "saved"_a, "outputs"_a, "output_layouts"_a, "incoming"_a, "classes"_a, "class_batch"_a,
+           "n_classes"_a, "made"_a, "made_layouts"_a, "of_heads"_a);
+  m.def("backward", &backward, "problem"_a, "gradients"_a, "threads"_a,
+        "The gradients of attention into the arrays at the given addresses.");
+  m.def("second_pass", &second_pass, "problem"_a, "rows"_a, "filled"_a, "counts"_a, "threads"_a,
+        "What keys, distances and cells of a map gather over rows, into the arrays at the given addresses.");
   m.def("share_threads", &multihead::share_threads, "folder"_a,
         "Run on the threads of the OpenMP runtime loaded from under a folder; False when there is none.");
   m.def("level", &multihead::level, "The instruction-set level in use.");

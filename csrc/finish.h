@@ -59,6 +59,7 @@ class Finish {
     });
 
     if (f.lse) f.lse[at] = static_cast<Real>(lse);
+    if (f.top) f.top[at] = g.max[r], f.inverse[at] = static_cast<Real>(empty ? 0.0 : 1.0 / total);
     const double weight = empty ? 1.0 : total;
     for (int64_t c = 0; c < f.C; ++c) {
       const int64_t column = f.E + c;

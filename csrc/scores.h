@@ -42,13 +42,17 @@ struct Row {
 
 class Scores {
  public:
-  explicit Scores(const Problem<Real>& problem)
+  explicit Scores(const Problem<Real>& problem) : Scores(problem, problem.D) {}
+  // `query_row`: numbers from one packed query to the next.
+  Scores(const Problem<Real>& problem, int64_t query_row)
       : p(problem),
+        query_row(query_row),
         adds(p.bias.data || p.slopes),
         hides(p.mask.data || p.bias.data || p.key_documents),
         factor(static_cast<Real>(p.softcap != 0 ? p.scale / p.softcap : p.scale * kLog2E)) {}
 
   const Problem<Real>& p;
+  const int64_t query_row;
   const bool adds, hides;  // whether something is added to scores, and whether keys of a span may be hidden
   // What the query carries: it turns a dot product into a score in units of log 2, or, with a softcap, into
   // the argument of tanh.
@@ -131,7 +135,7 @@ class Scores {
         const int begin = t * kTileRows, end = std::min(n_rows, next * kTileRows);
         const int64_t at = begin * kScoreRow + column;
         if (sees(t))
-          of_panel(query + begin * p.D, keys + column * p.D, end - begin, scores + at,
+          of_panel(query + begin * query_row, keys + column * p.D, end - begin, scores + at,
                    slopes ? slopes + at : nullptr);
         for (int u = t; u < next; ++u) {
           const bool whole = every[u].begin <= first + column && every[u].end >= first + column + kColumns;
@@ -181,12 +185,12 @@ class Scores {
   // Scores of some rows on one panel of keys.
   void of_panel(const Real* query, const Real* panel, int n_rows, Real* out, Real* slopes) const {
     by_tiles(n_rows, [&](auto rows, int r, int n) {
-      const Real* const q = query + r * p.D;
+      const Real* const q = query + r * query_row;
       Real* const s = out + r * kScoreRow;
-      score_tiles<rows.count, kScoreRow, false>(q, p.D, panel, std::min(p.D, kDepth), n, s);
+      score_tiles<rows.count, kScoreRow, false>(q, query_row, panel, std::min(p.D, kDepth), n, s);
       for (int64_t d = kDepth; d < p.D; d += kDepth)
-        score_tiles<rows.count, kScoreRow, true>(q + d, p.D, panel + d * kColumns, std::min(p.D - d, kDepth),
-                                                 n, s);
+        score_tiles<rows.count, kScoreRow, true>(q + d, query_row, panel + d * kColumns,
+                                                 std::min(p.D - d, kDepth), n, s);
     });
     if (p.softcap != 0)
       for (int r = 0; r < n_rows; ++r) cap(out + r * kScoreRow, slopes ? slopes + r * kScoreRow : nullptr);

@@ -21,6 +21,9 @@ else:
 
 # Statistics that the core fills, in the order of its argument.
 _FILLED = (*ROW_STATISTICS, "sink_mass", "class_mass")
+# What backward needs of each row, and the statistics whose gradients it takes, in the order of its arguments.
+_SAVED = ("top", "inverse")
+_INCOMING = ("lse", "max_logit", "entropy", "sink_mass", "class_mass")
 _NOWHERE = (0, 0, 0, 0)
 # As csrc/attention.h numbers them.
 _STORED = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -52,32 +55,119 @@ def forward(problem: Problem, statistics: Statistics | None) -> Observation:
     Returns:
         the output (B, H, L, E) in the query's type, laid out in memory as the query is, and the statistics asked.
     """
+    output, found = _forward(problem, statistics, ())
+    if statistics is None:
+        return Observation(output)
+    return Observation(output, finish(_named(problem, statistics, found), problem.visibility.query_mask))
+
+
+def forward_saving(problem: Problem, statistics: Statistics | None) -> dict[str, Tensor]:
+    """Compute a problem, and what `backward` needs of it.
+
+    Returns:
+        the output and the statistics asked, by name, before padding is taken out (`statistics.finish`); `argmax` too
+        where max_logit is asked; and (B, H, L) of each row's scores: `top`, the largest in units of log 2, and `inverse`,
+        1 / sum 2^(score - top), which is 0 for rows without keys alone.
+    """
+    wanted = statistics
+    if statistics is not None and "max_logit" in statistics.names:
+        n_classes = None if statistics.classes is None else statistics.n_classes
+        wanted = Statistics(*statistics.names, "argmax", classes=statistics.classes, n_classes=n_classes)
+    output, found = _forward(problem, wanted, _SAVED)
+    saved = {"output": output} | {name: found[name] for name in (*_SAVED, "argmax") if name in found}
+    return saved if statistics is None else saved | _named(problem, statistics, found)
+
+
+def _forward(p: Problem, statistics: Statistics | None, saved: tuple[str, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output, and the arrays that the core filled."""
     assert core is not None
-    p = problem
     written = _Written(p)
     output = _empty_as(p.query, p.E)
-    sinks = None if p.sinks is None else _plain(p.sinks.to(p.sums_dtype)).contiguous()
-    found: dict[str, Tensor] = {}
-    classes = None
-    if statistics is not None:
-        found = _empty_statistics(p, statistics)
-        if statistics.classes is not None:
-            classes = statistics.classes.to(torch.int32).contiguous()
+    sinks = None if p.sinks is None else _plain(p.sinks.detach().to(p.sums_dtype)).contiguous()
+    found = {} if statistics is None else _empty_statistics(p, statistics)
+    found |= {name: torch.empty(p.B, p.H, p.L, dtype=p.sums_dtype) for name in saved}
+    classes = None if statistics is None else _classes(statistics)
     core.forward(
         written.problem,
         output.data_ptr(),
         output.stride(),
         _address(sinks),
         _address(classes),
-        0 if classes is None or classes.ndim == 1 or len(classes) == 1 else p.S,
+        _class_batch(p, classes),
         0 if classes is None or statistics is None else statistics.n_classes,
         statistics is not None and statistics.names != ("lse",),
         tuple(_address(found.get(name)) for name in _FILLED),
+        tuple(_address(found.get(name)) for name in _SAVED),
         torch.get_num_threads(),
     )
-    if statistics is None:
-        return Observation(output)
-    return Observation(output, finish(_complete(p, statistics, found), p.visibility.query_mask))
+    return output, found
+
+
+def can_use_backward(problem: Problem, statistics: Statistics | None) -> str | None:
+    """Say why the compiled core cannot give a problem's gradients, or None when it can."""
+    return can_use(problem, statistics)
+
+
+def backward(
+    problem: Problem,
+    statistics: Statistics | None,
+    found: dict[str, Tensor],
+    incoming: dict[str, Tensor],
+    needs: dict[str, bool],
+) -> dict[str, Tensor]:
+    """Gradients in the compiled core; `can_use_backward` has said that it can.
+
+    Args:
+        found: what `forward_saving` gave.
+        incoming: gradients by name of the output (B, H, L, E), and of lse (the sink's share included), max_logit,
+            entropy, sink_mass (B, H, L) and class_mass (B, H, L, C); those that are absent are 0.
+        needs: whether the gradients of query, key, value, bias, slopes and sinks are wanted, by name.
+
+    Returns:
+        the gradients wanted, by name, in the shapes and types of their inputs.
+    """
+    assert core is not None
+    p = problem
+    written = _Written(p)
+    statistic_gradients = {
+        name: _plain(incoming[name].to(p.sums_dtype)).contiguous() for name in _INCOMING if name in incoming
+    }
+    outputs = (None, None)
+    if "output" in incoming:
+        outputs = (found["output"], _plain(incoming["output"].to(p.query.dtype)))
+    with_classes = statistics is not None and "class_mass" in incoming
+    classes = _classes(statistics) if with_classes else None
+    sinks = None if p.sinks is None else _plain(p.sinks.to(p.sums_dtype)).contiguous()
+    inputs = {"query": p.query, "key": p.key, "value": p.value, "bias": p.bias, "slopes": p.alibi_slopes, "sinks": p.sinks}
+    made: dict[str, Tensor] = {}
+    for name, x in inputs.items():
+        if x is None or not needs.get(name):
+            continue
+        if name in ("query", "key", "value"):
+            made[name] = _empty_as(x, x.shape[-1])
+        elif name == "bias":
+            made[name] = torch.zeros(x.shape, dtype=p.sums_dtype)
+        else:
+            made[name] = torch.empty(p.H, dtype=p.sums_dtype)
+    tensors = [made.get(name) for name in ("query", "key", "value", "bias")]
+    core.backward(
+        written.problem,
+        core.Gradients(
+            _address(sinks),
+            tuple(_address(found.get(name)) for name in (*_SAVED, "entropy", "argmax", "class_mass")),
+            tuple(map(_address, outputs)),
+            tuple(_NOWHERE if x is None else x.stride() for x in outputs),
+            tuple(_address(statistic_gradients.get(name)) for name in _INCOMING),
+            _address(classes),
+            _class_batch(p, classes),
+            0 if statistics is None or not with_classes else statistics.n_classes,
+            tuple(map(_address, tensors)),
+            tuple(_NOWHERE if x is None else x.stride() for x in tensors[:3]) + (_strides(tensors[3]),),
+            (_address(made.get("slopes")), _address(made.get("sinks"))),
+        ),
+        torch.get_num_threads(),
+    )
+    return {name: x.to(inputs[name].dtype) for name, x in made.items()}  # type: ignore[union-attr]
 
 
 class _Written:
@@ -134,7 +224,16 @@ class _Written:
         )
 
 
-def _complete(p: Problem, statistics: Statistics, found: dict[str, Tensor]) -> dict[str, Tensor]:
+def _classes(statistics: Statistics) -> Tensor | None:
+    return None if statistics.classes is None else statistics.classes.to(torch.int32).contiguous()
+
+
+def _class_batch(p: Problem, classes: Tensor | None) -> int:
+    """Elements from one sequence's classes to the next, 0 when all share them."""
+    return 0 if classes is None or classes.ndim == 1 or len(classes) == 1 else p.S
+
+
+def _named(p: Problem, statistics: Statistics, found: dict[str, Tensor]) -> dict[str, Tensor]:
     """What the core filled, and what is made from that, in the order asked."""
     lse = found["lse"]
     found |= tiled.gathered(p.plain(), statistics, lse)
