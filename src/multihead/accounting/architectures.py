@@ -570,7 +570,7 @@ def _experts(c: Fields, d_model: int, d_ff: int, experts: int, used: int, *, bia
 
 def _stacks(s: Size, dense: list[Weight], experts: list[Weight], sparse: range | list[int]) -> list[Stack]:
     kept = [i for i in range(s.layers) if i not in sparse]
-    return [Stack("dense layer", kept, dense), Stack("layer of experts", list(sparse), experts)]
+    return [Stack("dense", kept, dense), Stack("experts", list(sparse), experts)]
 
 
 def _windows(c: Fields, s: Size, *, default: int | None = None, every: int = 0) -> tuple[int | None, ...]:
