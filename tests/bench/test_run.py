@@ -225,7 +225,6 @@ def test_peaks_are_measured(monkeypatch):
 
 def test_growth_measures_memory_beside_what_was_there(monkeypatch):
     monkeypatch.setattr(growth, "_ENOUGH_SECONDS", 1e-9)
-    monkeypatch.setattr(growth, "LENGTHS", (64,))
     tokens = 1024
     eager, ours = growth.measure("eager", tokens), growth.measure("multihead", tokens)
     scores = 9 * tokens * tokens * 4
@@ -246,3 +245,15 @@ def test_growth_has_no_point_behind_a_red_gate(monkeypatch):
 def test_growth_sweeps_in_processes_of_their_own():
     points = growth.sweep((64, 128))
     assert [(p.way, p.tokens) for p in points] == [(way, n) for n in (64, 128) for way in growth.WAYS]
+
+
+def test_growth_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from multihead.show.plot import draw_growth
+
+    points = [
+        growth.Point(way, n, 1e-9 * n * n, 1000 * n, 8 * n) for way in ("multihead", "torch") for n in (512, 1024, 2048)
+    ]
+    draw_growth(points, tmp_path / "growth.svg")
+    drawn = (tmp_path / "growth.svg").read_text()
+    assert all(word in drawn for word in ("multihead", "torch", "grows as L * S", "grows as L + S", "512", "2K"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from multihead.accounting.count import cache_bytes
 from multihead.accounting.model import PARTS
@@ -55,6 +55,55 @@ def draw_costs(plans: Sequence[Plan], path: str | Path) -> None:
         _parameters(axes[0], plans)
         _caches(axes[1], plans)
         _roofline(axes[2], plans)
+        save(figure, path)
+
+
+class Measured(Protocol):
+    """What one text took by one way, as `bench.growth.Point` has it."""
+
+    @property
+    def way(self) -> str: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def bytes(self) -> int: ...
+
+
+def draw_growth(points: Sequence[Measured], path: str | Path) -> None:
+    """Draw time and memory against the length of the text, beside lines that grow as L * S and as L + S.
+
+    Args:
+        points: at least one; the first of the longest text is what the lines go through.
+        path: ends in .png, .svg or .pdf.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    lengths = sorted({point.tokens for point in points})
+    last = next(point for point in points if point.tokens == lengths[-1])
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(9, 3.8), layout="constrained")
+        time, memory = figure.subplots(1, 2)
+        for way, colour in zip(dict.fromkeys(point.way for point in points), _COLOURS, strict=False):
+            of_way = sorted((point for point in points if point.way == way), key=lambda point: point.tokens)
+            tokens = [point.tokens for point in of_way]
+            time.plot(tokens, [point.seconds for point in of_way], "o-", color=colour, markersize=4, label=way)
+            memory.plot(tokens, [point.bytes / 1e6 for point in of_way], "o-", color=colour, markersize=4, label=way)
+        squares = [last.seconds * (n / last.tokens) ** 2 for n in lengths]
+        time.plot(lengths, squares, ":", color="#888888", label="grows as L * S")
+        memory.plot(
+            lengths, [last.bytes / 1e6 * n / last.tokens for n in lengths], ":", color="#888888", label="grows as L + S"
+        )
+        time.set(title="Time, seconds", xlabel="tokens")
+        memory.set(title="Memory beside the inputs, MB", xlabel="tokens")
+        for axes in (time, memory):
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(lambda number, _: f"{number:g}")
+            axes.set_xticks(lengths, [f"{n // 1024}K" if n >= 1024 else str(n) for n in lengths])
+            axes.legend(fontsize=8)
         save(figure, path)
 
 
