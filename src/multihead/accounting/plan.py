@@ -285,11 +285,12 @@ def _machine(wanted: str | Device, flops: float | str | None, bandwidth: float |
 
 
 def _ways(model: Model, kv_heads: Iterable[int] | None) -> list[Model]:
-    """Return the model with each number of key/value heads, its own among them, the most first."""
+    """Return the model with each number of key/value heads, its own among them, the most first.
+
+    Latent attention is compared with a cache that keeps every head's keys and values.
+    """
     own = model.attention
-    if own.latent:
-        if kv_heads is not None:
-            model.with_kv_heads(1)
+    if own.latent and kv_heads is None:
         return [_uncompressed(model), model]
     if kv_heads is None and not model.decodes:
         return [model]
@@ -298,10 +299,7 @@ def _ways(model: Model, kv_heads: Iterable[int] | None) -> list[Model]:
         grouped = max((g for g in range(2, min(9, heads)) if heads % g == 0), default=heads)
         kv_heads = (heads, grouped if own.n_kv_heads in (1, heads) else own.n_kv_heads, 1)
     wanted = {own.n_kv_heads, *kv_heads}
-    try:
-        return [model if g == own.n_kv_heads else model.with_kv_heads(g) for g in sorted(wanted, reverse=True)]
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    return [model if g == own.n_kv_heads else model.with_kv_heads(g) for g in sorted(wanted, reverse=True)]
 
 
 def _uncompressed(model: Model) -> Model:
