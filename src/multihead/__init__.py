@@ -12,6 +12,7 @@ from .heads.registration import register_when_loaded
 
 if TYPE_CHECKING:
     from . import nn
+    from .accounting.plan import Plan, plan
     from .core.functional import attention, explain, observe
     from .core.masking import documents_from
     from .core.merge import merge
@@ -37,6 +38,8 @@ _HOMES = {
     "watch": "heads.watch",
     "look": "heads.report",
     "HeadReport": "heads.report",
+    "plan": "accounting.plan",
+    "Plan": "accounting.plan",
     "MultiHeadAttention": "nn.module",
 }
 
@@ -45,6 +48,7 @@ __all__ = [
     "MultiHeadAttention",
     "Observation",
     "Pages",
+    "Plan",
     "Statistics",
     "__version__",
     "attention",
@@ -54,6 +58,7 @@ __all__ = [
     "merge",
     "nn",
     "observe",
+    "plan",
     "scaled_dot_product_attention",
     "watch",
 ]

@@ -57,6 +57,12 @@ def read(config: Mapping[str, Any], name: str) -> Model:
     if not isinstance(model_type, str):
         raise ConfigError(f"{name}: the field model_type is missing")
     if model_type not in ARCHITECTURES:
+        inner = config.get("text_config")
+        if isinstance(inner, Mapping) and inner.get("model_type") in ARCHITECTURES:
+            raise ConfigError(
+                f"{name}: model_type {model_type!r} has more than one model in it; "
+                f"its text_config ({inner['model_type']}) in a file of its own can be read"
+            )
         known = ", ".join(sorted(ARCHITECTURES))
         raise ConfigError(f"{name}: model_type {model_type!r} is not known; known are {known}")
     return ARCHITECTURES[model_type](Fields(config, name))
@@ -570,7 +576,7 @@ def _experts(c: Fields, d_model: int, d_ff: int, experts: int, used: int, *, bia
 
 def _stacks(s: Size, dense: list[Weight], experts: list[Weight], sparse: range | list[int]) -> list[Stack]:
     kept = [i for i in range(s.layers) if i not in sparse]
-    return [Stack("dense layer", kept, dense), Stack("layer of experts", list(sparse), experts)]
+    return [Stack("dense", kept, dense), Stack("experts", list(sparse), experts)]
 
 
 def _windows(c: Fields, s: Size, *, default: int | None = None, every: int = 0) -> tuple[int | None, ...]:

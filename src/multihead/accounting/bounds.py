@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from multihead.accounting.count import Types, Work, cache_bytes, weight_bytes
@@ -70,8 +71,9 @@ def device(name: str) -> Device:
     return DEVICES[name]
 
 
+@cache
 def _here(seconds: float = 0.3) -> Device:
-    """Measure multiply-adds in float32 and reads of this machine's processor, for so long each."""
+    """Measure multiply-adds in float32 and reads of this machine's processor, once, for so long each."""
     import os
 
     import torch

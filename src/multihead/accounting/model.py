@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from multihead.accounting.fields import ConfigError
+
 Part = Literal["attention", "feed-forward", "embeddings", "norms"]
 PARTS: tuple[Part, ...] = ("attention", "feed-forward", "embeddings", "norms")
 
@@ -172,12 +174,12 @@ class Model:
         """Return the same model with another number of key/value heads, G, everywhere.
 
         Raises:
-            ValueError: G does not divide H, or keys and values are made of a latent vector that no head owns.
+            ConfigError: G does not divide H, or keys and values are made of a latent vector that no head owns.
         """
         for attention in self.attentions():
             check_heads(attention.n_heads, n_kv_heads)
             if attention.latent:
-                raise ValueError(
+                raise ConfigError(
                     f"kv_heads: {self.name} has multi-head latent attention, which shares one latent among all heads"
                 )
         return replace(self, blocks=tuple(_with_kv_heads(block, n_kv_heads) for block in self.blocks))
@@ -209,6 +211,6 @@ def sharing(n_heads: int, n_kv_heads: int) -> str:
 
 
 def check_heads(n_heads: int, n_kv_heads: int) -> None:
-    """Raise ValueError unless G is positive and divides H."""
+    """Raise ConfigError unless G is positive and divides H."""
     if n_kv_heads < 1 or n_heads % n_kv_heads:
-        raise ValueError(f"kv_heads: expected a divisor of the {n_heads} query heads (H), got {n_kv_heads}")
+        raise ConfigError(f"kv_heads: expected a divisor of the {n_heads} query heads (H), got {n_kv_heads}")

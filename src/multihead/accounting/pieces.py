@@ -9,6 +9,9 @@ from multihead.accounting.fields import ConfigError, Fields
 from multihead.accounting.model import Attention, Block, Model, Weight
 
 
+MOST_LAYERS = 100_000  # each is listed with its window
+
+
 @dataclass(frozen=True)
 class Size:
     """The sizes that every architecture has: d_model, H, G, D, layers, vocabulary, context."""
@@ -37,12 +40,15 @@ def size(c: Fields, *, kv_heads: int | None = None) -> Size:
         raise ConfigError(f"{c.name}: d_model {d_model} is not divisible by its {heads} heads (H)")
     if heads % kv_heads:
         raise ConfigError(f"{c.name}: its {kv_heads} key/value heads (G) do not divide its {heads} query heads (H)")
+    layers = c.number("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    if layers > MOST_LAYERS:
+        raise ConfigError(f"{c.name}: expected at most {MOST_LAYERS:,} layers, got {layers:,}")
     return Size(
         d_model=d_model,
         heads=heads,
         kv_heads=kv_heads,
         d_head=d_head or d_model // heads,
-        layers=c.number("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+        layers=layers,
         vocabulary=c.number("vocab_size"),
         context=c.number("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length", default=0),
     )

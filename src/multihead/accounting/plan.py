@@ -146,7 +146,7 @@ class Plan:
 
     def __str__(self) -> str:
         own, attention = self.own, self.model.attention
-        cache = f"cache of {self.context:,} tokens x {self.batch}: {own.cache:,} bytes" if own.cache else "no cache"
+        cache = f"cache of {self.context:,} tokens × {self.batch}: {own.cache:,} bytes" if own.cache else "no cache"
         return (
             f"{self.model.name}: {own.parameters:,} parameters in {self.model.layers} layers, "
             f"{attention.n_heads} query heads, {_kv_heads(attention.n_kv_heads)} ({own.kind}); {cache}"
@@ -168,14 +168,14 @@ class Plan:
         shared = "as MLA" if own.kind == "MLA" else f"with its {_kv_heads(own.n_kv_heads)}"
         before, after = _attention_a_layer(full.model), _attention_a_layer(own.model)
         if before != after:
-            square = "4 x d_model^2 = " if before == 4 * self.model.d_model**2 else ""
+            square = "4 × d_model² = " if before == 4 * self.model.d_model**2 else ""
             total, whole = own.model.parameters("attention"), full.model.parameters("attention")
             found.append(
                 f"{square}{before:,} attention parameters a layer would be MHA; {shared} it is {after:,}: "
                 f"{total / 1e9:.3f}B in all, not {whole / 1e9:.3f}B."
             )
         found.append(
-            f"Its cache for {self.context:,} tokens{f' x {self.batch}' if self.batch > 1 else ''} would be "
+            f"Its cache for {self.context:,} tokens{f' × {self.batch}' if self.batch > 1 else ''} would be "
             f"{size(full.cache)} as MHA ({size(full.cache_layer)} a layer); {shared} it is {size(own.cache)}."
         )
         return found
@@ -186,10 +186,10 @@ class Plan:
             reason = "has no positions" if self.model.learned_positions else "was not made for texts"
             found.append(f"The model {reason} beyond {self.model.context:,} tokens.")
         if self.own.weight_bytes > self.memory:
-            found.append(f"Its weights, {size(self.own.weight_bytes)}, do not fit in {size(self.memory)}.")
+            found.append(f"Its weights, {size(self.own.weight_bytes)}, do not fit in {room(self.memory)}.")
         elif self.own.weight_bytes + self.own.cache > self.memory:
             found.append(
-                f"Weights and cache, {size(self.own.weight_bytes + self.own.cache)}, do not fit in {size(self.memory)}."
+                f"Weights and cache, {size(self.own.weight_bytes + self.own.cache)}, do not fit in {room(self.memory)}."
             )
         return found
 
@@ -239,11 +239,16 @@ def plan(
 
 
 def size(count: int | float) -> str:
-    """Return a number of bytes for reading, in binary units: 16.00 GiB."""
+    """Return a number of bytes for reading, in binary units and to four digits: 16 GiB."""
     for unit, letters in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if count >= unit:
-            return f"{count / unit:.2f} {letters}"
+            return f"{count / unit:.4g} {letters}"
     return f"{count:.0f} bytes"
+
+
+def room(memory: int) -> str:
+    """Return the memory of a machine for reading, in the unit that it is whole in: 80 GB, 64 GiB."""
+    return size(memory) if memory % 10**8 else f"{memory / 1e9:g} GB"
 
 
 def write_json(plans: Sequence[Plan], path: str | Path) -> None:
@@ -280,21 +285,21 @@ def _machine(wanted: str | Device, flops: float | str | None, bandwidth: float |
 
 
 def _ways(model: Model, kv_heads: Iterable[int] | None) -> list[Model]:
-    """Return the model with each number of key/value heads, its own among them, the most first."""
+    """Return the model with each number of key/value heads, its own among them, the most first.
+
+    Latent attention is compared with a cache that keeps every head's keys and values.
+    """
     own = model.attention
-    if own.latent:
-        if kv_heads is not None:
-            model.with_kv_heads(1)
+    if own.latent and kv_heads is None:
         return [_uncompressed(model), model]
+    if kv_heads is None and not model.decodes:
+        return [model]
     if kv_heads is None:
         heads = own.n_heads
         grouped = max((g for g in range(2, min(9, heads)) if heads % g == 0), default=heads)
         kv_heads = (heads, grouped if own.n_kv_heads in (1, heads) else own.n_kv_heads, 1)
     wanted = {own.n_kv_heads, *kv_heads}
-    try:
-        return [model if g == own.n_kv_heads else model.with_kv_heads(g) for g in sorted(wanted, reverse=True)]
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+    return [model if g == own.n_kv_heads else model.with_kv_heads(g) for g in sorted(wanted, reverse=True)]
 
 
 def _uncompressed(model: Model) -> Model:

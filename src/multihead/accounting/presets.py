@@ -196,7 +196,7 @@ PRESETS: dict[str, Preset] = {
     "mixtral-8x7b": Preset(
         _llama(4096, 32, 32, 8, 14336, 32000, 32768, model_type="mixtral", num_local_experts=8, num_experts_per_tok=2),
         (Claim("47B", MIXTRAL), Claim("13B", MIXTRAL, "active")),
-        ("8 x 7B would be 56B: only the feed-forward is there eight times, the attention is shared.",),
+        ("8 × 7B would be 56B: only the feed-forward is there eight times, the attention is shared.",),
     ),
     "qwen2-7b": Preset(
         _llama(3584, 28, 28, 4, 18944, 152064, 131072, model_type="qwen2"),

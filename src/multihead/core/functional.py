@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import native, reference, tiled
+from . import autograd, ops, paths, tiled
 from .axes import check_broadcast, check_integers, check_shape
-from .masking import Visibility
+from .masking import Visibility, check_lengths
 from .pages import Pages
+from .paths import choose, why_not_native
 from .problem import Problem
 from .statistics import Observation, Statistics
 
 Window = tuple[int | None, int | None]
-_IMPLEMENTATIONS = {"native": native.forward, "tiled": tiled.forward, "reference": reference.forward}
 _OPEN: Window = (None, None)
 
 
@@ -150,31 +150,16 @@ def explain(
 
 
 def run(problem: Problem, statistics: Statistics | None, impl: str = "auto") -> Observation:
-    """Compute a checked problem on the path that `choose` says."""
-    path = choose(problem, statistics, impl)
-    return _IMPLEMENTATIONS[path](problem if path == "native" else problem.plain(), statistics)
-
-
-def choose(problem: Problem, statistics: Statistics | None, impl: str = "auto") -> str:
-    """The path that serves a problem: "native" where it can, else "tiled"; "reference" only when asked.
-
-    Raises:
-        ValueError: `impl` is unknown, or forced and cannot serve.
-    """
-    if impl == "auto":
-        return "native" if why_not_native(problem, statistics) is None else "tiled"
-    if impl not in _IMPLEMENTATIONS:
-        raise ValueError(f"impl: expected 'auto', 'native', 'tiled' or 'reference', got {impl!r}")
-    if impl == "native" and (reason := why_not_native(problem, statistics)) is not None:
-        raise ValueError(f"impl: 'native' cannot serve this call: {reason}")
-    return impl
-
-
-def why_not_native(problem: Problem, statistics: Statistics | None) -> str | None:
-    """Why the compiled core cannot serve a call, or None when it can."""
-    if problem.needs_gradients:
-        return "an input needs gradients, and the compiled core has no backward yet"
-    return native.can_use(problem, statistics)
+    """Compute a problem on the path that `choose` says; while a graph is traced, as one operator of it."""
+    if ops.is_traced(problem.query):
+        return ops.run(problem.plain(), statistics, impl)
+    recorded = autograd.is_recorded(problem)
+    path = choose(problem, statistics, impl, recorded)
+    if recorded or path != "native":
+        problem = problem.plain()
+    if recorded and path != "reference":
+        return autograd.forward(path, problem, statistics)
+    return paths.forward(path, problem, statistics)
 
 
 def build_problem(
@@ -239,7 +224,8 @@ def build_problem(
         if not 0 <= dropout_p <= 1:
             raise ValueError(f"dropout_p: expected a share from 0 to 1, got {dropout_p}")
         if dropout_seed is None:
-            dropout_seed = int(torch.randint(0, 2**63 - 1, ()))
+            drawn = torch.randint(0, 2**63 - 1, ())
+            dropout_seed = drawn if ops.is_traced(query) else int(drawn)  # type: ignore[assignment]
     start = S - L if query_start is None and lengths is None else _check_start(query_start, lengths, device, sizes)
     window = _OPEN if window is None else _check_window(window)
     visibility = Visibility(
@@ -325,9 +311,9 @@ def _check_lengths(lengths: Tensor | Sequence[int], device: torch.device, sizes:
     check_shape("key_lengths", tensor, "B", sizes)
     if tensor.numel():
         check_integers("key_lengths", tensor)
-    # Only on a CPU: elsewhere a look at the values would stop the device.
-    if device.type == "cpu" and ((tensor < 0) | (tensor > sizes["S"])).any():
-        raise ValueError(f"key_lengths: expected lengths from 0 to S={sizes['S']}, got {tensor.tolist()}")
+    # In a graph and in a transform there are no values yet: whoever computes the problem looks at them.
+    if not ops.is_traced(tensor) and not autograd.is_transformed():
+        check_lengths(tensor, sizes["S"])
     return tensor.to(torch.int64)
 
 
@@ -336,7 +322,9 @@ def _check_start(
 ) -> int | Tensor:
     if isinstance(start, Tensor):
         if start.ndim == 0:
-            return int(start)
+            if not ops.is_traced(start) and not autograd.is_transformed():
+                return int(start)
+            start = start.expand(sizes["B"])
         check_shape("query_start", start, "B", sizes)
         check_integers("query_start", start)
         return start.to(device, torch.int64)

@@ -26,7 +26,7 @@ class Problem:
         bias: float (B|1, H|1, L|1, S|1), or None; a cell of -inf is invisible.
         alibi_slopes: (H,), or None; adds -slope * |p - j|.
         sinks: (H,), or None; one more logit a row that takes weight and gives no value.
-        dropout_p, dropout_seed: the share of weights dropped and the seed that says which.
+        dropout_p, dropout_seed: the share of weights dropped and the seed that says which, a tensor () in a graph.
         pages: key and value as pages of a cache; `key` and `value` then only have the shapes (`plain` fills them).
     """
 
