@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import backward, native, reference, tiled
 from .problem import Problem
-from .statistics import TABLE, Observation, Statistics
+from .statistics import Observation, Statistics
 
 Found = dict[str, Tensor]
 
@@ -23,8 +23,8 @@ class Path:
     Args:
         forward: the output and the statistics asked of a problem.
         rows: what the backward pass needs of a problem without sinks, (B, H, L, ...) by name: the output, lse, the
-            row statistics asked, class_mass, and `top` and `inverse`, from which a weight is exp(s - top) * inverse.
-            That keeps its digits at logits of 1,000, where exp(s - lse) loses them. A row without keys has 0 in both.
+            row statistics asked, class_mass, and `top` and `inverse`, from which a weight is exp(s - top) * inverse
+            (in the path's own units). That keeps its digits at logits of 1,000, where exp(s - lse) loses them.
         gradients: from a problem, the statistics, what `rows` gave, the incoming gradients by name and which
             gradients are wanted, those of query, key, value, bias and slopes by name, in their own shapes and types.
     """
@@ -35,24 +35,11 @@ class Path:
 
 
 def _native_rows(problem: Problem, statistics: Statistics | None) -> Found:
-    """The rows of the compiled core: its max_logit is the `top`, its max_weight the `inverse`."""
-    asked = ("max_logit", "max_weight")
-    seen = native.forward(problem, Statistics(*asked) if statistics is None else statistics.with_names(*asked))
-    found = dict(seen.statistics)
-    real = problem.visibility.query_mask
-    if real is not None:  # NaN stands in rows of padding
-        found = {
-            name: torch.where(real[:, None, :, None] if x.ndim == 4 else real[:, None], x, TABLE[name].without_keys)
-            for name, x in found.items()
-        }
-    found["output"] = seen.output
-    found["top"] = found["max_logit"].masked_fill(found["lse"] == -torch.inf, 0)
-    found["inverse"] = found["max_weight"]
-    return found
+    return native.forward_saving(problem, Statistics("lse") if statistics is None else statistics)
 
 
 PATHS = {
-    "native": Path(native.forward, _native_rows, getattr(native, "backward", None)),
+    "native": Path(native.forward, _native_rows, native.backward),
     "tiled": Path(tiled.forward, tiled.over_tiles, backward.gradients),
     "reference": Path(reference.forward),
 }
@@ -78,8 +65,8 @@ def choose(problem: Problem, statistics: Statistics | None, impl: str = "auto", 
 
 def why_not_native(problem: Problem, statistics: Statistics | None, gradients: bool | None = None) -> str | None:
     """Why the compiled core cannot serve a call, or None when it can."""
-    if PATHS["native"].gradients is None and (problem.needs_gradients if gradients is None else gradients):
-        return "an input needs gradients, and the compiled core has no backward yet"
+    if problem.needs_gradients if gradients is None else gradients:
+        return native.can_use_backward(problem, statistics)
     return native.can_use(problem, statistics)
 
 
