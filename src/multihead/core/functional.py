@@ -184,6 +184,7 @@ def build_problem(
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came.
     """
+    query, key, value = _cast_by_autocast(query, key, value)
     sizes = _check_inputs(query, key, value)
     B, H, L, S = sizes["B"], sizes["H"], sizes["L"], sizes["S"]
     device = query.device
@@ -227,6 +228,15 @@ def build_problem(
     if scale is None:
         scale = 1 / math.sqrt(sizes["D"]) if sizes["D"] else 1.0
     return Problem(query, key, value, visibility, scale, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed)
+
+
+def _cast_by_autocast(*tensors: Tensor) -> Sequence[Tensor]:
+    """Inside torch.autocast, queries, keys and values in its type, as PyTorch casts those of its own attention."""
+    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    narrow = torch.get_autocast_dtype(kind)
+    return [x.to(narrow) if x.is_floating_point() and x.dtype is not torch.float64 else x for x in tensors]
 
 
 def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
