@@ -165,6 +165,7 @@ def test_no_figure_is_cut_on_80_columns(name):
 def test_plan_prints_what_the_model_costs(run):
     text = said(run("plan", "llama-3-8b", "--context", "128K", "--kv-heads", "1,8,32", "--memory", "24GB"))
     assert "32 query heads, 8 key/value heads (GQA) · d_head 128 · d_model 4096 · counted as LlamaForCausalLM" in text
+    assert "all of it 218,112,000 32 6,979,584,000 after" in text
     assert "attention 1,342,177,280 feed-forward 5,637,144,576 embeddings 1,050,673,152 norms 266,240" in text
     assert "MHA 32 GQA 8 MQA 1" in text and "in all 64 GiB 16 GiB 2 GiB" in text
     assert "a token, a layer 16 KiB 4 KiB 512 bytes" in text and "a layer 2 GiB 512 MiB 64 MiB" in text
