@@ -289,10 +289,10 @@ def _run_lesson(lesson: Lesson, code: bool, pictures: Path | None) -> bool:
             for step in lesson.run(before=before):
                 if step.output.strip():
                     console.print(terminal.output(step.output), soft_wrap=True)
-                for picture in step.pictures if pictures is not None else ():
-                    path = pictures / picture.name
-                    write_whole(path, picture.svg)
-                    console.print(Text(f"\n  {path}"), soft_wrap=True)
+                if pictures is not None:
+                    for picture in step.pictures:
+                        write_whole(pictures / picture.name, picture.svg)
+                        console.print(Text(f"\n  {pictures / picture.name}"), soft_wrap=True)
     except ModuleNotFoundError as error:
         stopped = f"this needs {error.name}: pip install 'multihead[look]'"
     except (ModelError, OSError) as error:

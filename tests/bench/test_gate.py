@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from multihead.bench import gate
+from multihead.bench.gate import SLACK_OF_OTHERS, SLACK_OF_OURS, Gate, slack_of
 from multihead.bench.inputs import Inputs, visible
 from multihead.bench.peers import OURS, PEERS, VARIANTS
 from multihead.bench.shapes import Shape
@@ -51,8 +51,8 @@ def gradients(shape, inputs):
 def test_right_output_passes(shape):
     inputs = Inputs.of(shape)
     exact = outputs(shape, inputs)
-    assert gate.check(shape, inputs, [exact]) < 0.01
-    assert gate.check(shape, inputs, [exact.to(shape.torch_dtype)]) <= 1
+    assert Gate(shape, inputs).check([exact]) < 0.01
+    assert Gate(shape, inputs).check([exact.to(shape.torch_dtype)]) <= 1
 
 
 @pytest.mark.parametrize("fault", ["one key off", "other heads' keys", "scale", "one row", "last row", "nan"])
@@ -75,18 +75,18 @@ def test_wrong_output_passes_for_nobody(shape, fault):
         found[0, 0, -1] = -found[0, 0, -1]
     else:
         found[0, 0, -1, 3] = math.nan
-    assert gate.check(shape, inputs, [found]) > gate.SLACK_OF_OTHERS
+    assert Gate(shape, inputs).check([found]) > SLACK_OF_OTHERS
 
 
 @pytest.mark.parametrize("shape", STEPS, ids=str)
 def test_right_gradients_pass_and_wrong_ones_do_not(shape):
     inputs = Inputs.of(shape)
     right = gradients(shape, inputs)
-    assert gate.check(shape, inputs, right) < 0.01
+    assert Gate(shape, inputs).check(right) < 0.01
     for wrong in range(3):
         for fault in (lambda x: 1.01 * x, lambda x: x.roll(1, 1), lambda x: torch.full_like(x, math.nan)):
             found = [fault(x) if i == wrong else x for i, x in enumerate(right)]
-            assert gate.check(shape, inputs, found) > gate.SLACK_OF_OTHERS
+            assert Gate(shape, inputs).check(found) > SLACK_OF_OTHERS
 
 
 def test_an_entropy_in_the_loss_is_held_against_a_loss_that_has_it():
@@ -95,16 +95,16 @@ def test_an_entropy_in_the_loss_is_held_against_a_loss_that_has_it():
     variant = VARIANTS["entropy loss"]
     prepared = variant.prepare(shape, inputs)
     found = prepared.numbers(prepared.run())
-    assert gate.check(shape, inputs, found, variant.weight) <= gate.SLACK_OF_OURS
-    assert gate.check(shape, inputs, found) > gate.SLACK_OF_OTHERS
+    assert Gate(shape, inputs).check(found, variant.weight) <= SLACK_OF_OURS
+    assert Gate(shape, inputs).check(found) > SLACK_OF_OTHERS
 
 
 @pytest.mark.parametrize("found", [[], [torch.zeros(2, 6, 37, 15)], [torch.zeros(2, 37, 6, 16)], 2 * [torch.zeros(1)]])
 def test_a_wrong_size_does_not_pass(found):
     shape = SHAPES[0]
-    assert gate.check(shape, Inputs.of(shape), found) == math.inf
+    assert Gate(shape, Inputs.of(shape)).check(found) == math.inf
 
 
 def test_ours_has_no_slack():
-    assert {gate.slack_of(peer) for peer in (OURS, *VARIANTS.values())} == {1}
-    assert {gate.slack_of(peer) for peer in PEERS.values()} == {gate.SLACK_OF_OTHERS}
+    assert {slack_of(peer) for peer in (OURS, *VARIANTS.values())} == {1}
+    assert {slack_of(peer) for peer in PEERS.values()} == {SLACK_OF_OTHERS}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from multihead.bench import gate
+from multihead.bench.gate import Gate, slack_of
 from multihead.bench.inputs import Inputs
 from multihead.bench.peers import OURS, PEERS, VARIANTS
 from multihead.bench.shapes import Shape
@@ -40,7 +40,7 @@ def check(name, shape):
     prepared = peer.prepare(shape, inputs)
     for _ in range(2):  # a run leaves everything as the next one needs it
         found = prepared.numbers(prepared.run())
-        assert gate.check(shape, inputs, found, prepared.entropy_weight) <= gate.slack_of(peer)
+        assert Gate(shape, inputs).check(found, prepared.entropy_weight) <= slack_of(peer)
     kept = Inputs.of(shape)
     assert torch.equal(inputs.key, kept.key) and torch.equal(inputs.value, kept.value)
 

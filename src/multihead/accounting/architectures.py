@@ -204,7 +204,8 @@ def _starcoder2(c: Fields) -> Model:
 @architecture("gpt2", "gpt_bigcode", "gpt_neo")
 def _gpt2(c: Fields) -> Model:
     kind = c.config["model_type"]
-    s = size(c, kv_heads=1 if kind == "gpt_bigcode" and c.flag("multi_query", True) else None)
+    single = kind == "gpt_bigcode" and c.flag("multi_query", True)
+    s = size(c, kv_heads=1 if single else None, grouped=single)
     neo = kind == "gpt_neo"
     return decoder(
         c,
@@ -224,7 +225,7 @@ def _gpt2(c: Fields) -> Model:
 
 @architecture("gptj")
 def _gptj(c: Fields) -> Model:
-    s = size(c)
+    s = size(c, grouped=False)
     return decoder(
         c,
         s,
@@ -240,7 +241,7 @@ def _gptj(c: Fields) -> Model:
 
 @architecture("gpt_neox")
 def _gpt_neox(c: Fields) -> Model:
-    s = size(c)
+    s = size(c, grouped=False)
     return decoder(
         c,
         s,
@@ -272,7 +273,7 @@ def _phi(c: Fields) -> Model:
 
 @architecture("bloom")
 def _bloom(c: Fields) -> Model:
-    s = size(c)
+    s = size(c, grouped=False)
     return decoder(
         c,
         s,
@@ -288,7 +289,7 @@ def _bloom(c: Fields) -> Model:
 
 @architecture("mpt")
 def _mpt(c: Fields) -> Model:
-    s = size(c)
+    s = size(c, grouped=False)
     return decoder(
         c,
         s,
@@ -325,7 +326,7 @@ def _falcon(c: Fields) -> Model:
 
 @architecture("opt")
 def _opt(c: Fields) -> Model:
-    s = size(c)
+    s = size(c, grouped=False)
     bias = c.flag("enable_bias", True)
     width = c.number("word_embed_proj_dim", default=s.d_model)
     if width != s.d_model:
@@ -463,7 +464,7 @@ def _deepseek(c: Fields) -> Model:
 
 @architecture("bert", "roberta", "xlm-roberta", "distilbert")
 def _bert(c: Fields) -> Model:
-    s = size(c)
+    s = size(c, grouped=False)
     kind = c.config["model_type"]
     distilled = kind == "distilbert"
     d = s.d_model
@@ -498,7 +499,7 @@ def _bert(c: Fields) -> Model:
         }[kind],
         d_model=d,
         # RoBERTa's first positions are never used: they start after the padding token's, which is 1.
-        context=s.context - 2 if "roberta" in kind else s.context,
+        context=_positions(c, s) - 2 * ("roberta" in kind),
         blocks=(before, layer, *after),
         learned_positions=True,
     )
@@ -521,7 +522,7 @@ def _palm(c: Fields) -> Model:
 
 @architecture("original-transformer")
 def _original(c: Fields) -> Model:
-    s = size(c)
+    s = size(c, grouped=False)
     d = s.d_model
     ff = feed_forward(d, c.number("d_ff"), gated=False, bias=True)
     windows = (None,) * s.layers
@@ -561,9 +562,9 @@ def _original(c: Fields) -> Model:
 
 
 def _positions(c: Fields, s: Size) -> int:
-    if not s.context:
-        raise ConfigError(f"{c.name}: the field max_position_embeddings or n_positions is missing")
-    return s.context
+    """Return the rows of a learned table of positions, as many as the class makes where the field is missing."""
+    defaults = {"gpt2": 1024, "gpt_bigcode": 1024, "gpt_neo": 2048, "opt": 2048}
+    return s.context or defaults.get(c.config["model_type"], 512)
 
 
 def _experts(c: Fields, d_model: int, d_ff: int, experts: int, used: int, *, bias: bool = False) -> list[Weight]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from multihead.accounting.fields import ConfigError, Fields
 from multihead.accounting.model import Attention, Block, Model, Weight
 
-
 MOST_LAYERS = 100_000  # each is listed with its window
 
 
@@ -25,8 +24,12 @@ class Size:
     context: int
 
 
-def size(c: Fields, *, kv_heads: int | None = None) -> Size:
+def size(c: Fields, *, kv_heads: int | None = None, grouped: bool = True) -> Size:
     """Read the sizes of a configuration under any of their names.
+
+    Args:
+        kv_heads: G, where the architecture has a rule of its own for it.
+        grouped: whether it can share keys and values; where it cannot, a field for G means nothing.
 
     Raises:
         ConfigError: one is missing or no number, or G does not divide H, or H does not divide d_model where
@@ -34,6 +37,8 @@ def size(c: Fields, *, kv_heads: int | None = None) -> Size:
     """
     d_model = c.number("hidden_size", "n_embd", "d_model", "dim", "n_embed")
     heads = c.number("num_attention_heads", "n_head", "num_heads", "n_heads")
+    if not grouped:
+        kv_heads = heads
     kv_heads = kv_heads or c.number("num_key_value_heads", default=heads)
     d_head = c.optional("head_dim")
     if d_head is None and d_model % heads:
@@ -176,7 +181,7 @@ def decoder(
         model_type=str(c.config["model_type"]),
         counted_as=counted_as,
         d_model=s.d_model,
-        context=s.context,
+        context=s.context or positions,
         blocks=(around[0], *blocks, around[1]),
         learned_positions=bool(positions),
     )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import gate
+from .gate import Gate, slack_of
 from .inputs import Inputs
 from .peers import OURS, PEERS
 from .peers.base import Peer
@@ -94,8 +94,8 @@ def _peer(way: str) -> Peer:
 def _gated(peer: Peer, shape: Shape) -> None:
     inputs = Inputs.of(shape)
     prepared = peer.prepare(shape, inputs)
-    error = gate.check(shape, inputs, prepared.numbers(prepared.run()))
-    if not error <= gate.slack_of(peer):
+    error = Gate(shape, inputs).check(prepared.numbers(prepared.run()))
+    if not error <= slack_of(peer):
         raise ValueError(f"{peer.name} on {shape}: the error is {error:.3g} times what is allowed")
 
 

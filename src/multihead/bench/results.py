@@ -18,7 +18,7 @@ class Outcome:
     """What came of one candidate on one shape: a refusal, a failure, or a gate and, behind it, a timing.
 
     Args:
-        gate: error against float64 over what the contract allows (`gate.check`).
+        gate: error against float64 over what the contract allows (`Gate.check`).
         slack: the gate is green up to this.
         refused: why the candidate has no way to compute the shape.
         failed: the error that preparing or calling it raised.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from ..core.functional import explain
-from . import gate
+from .gate import Gate, slack_of
 from .inputs import Inputs
 from .machine import Machine, Peaks
 from .peers import OURS, VARIANTS, Peer, Prepared
@@ -77,6 +77,7 @@ def run(
 
 def _measure(shape: Shape, candidates: Sequence[Peer], seconds: float, tell: Callable[[str], None]) -> Row:
     inputs = Inputs.of(shape)
+    gate = Gate(shape, inputs)
     outcomes: dict[str, Outcome] = {}
     ready: dict[str, Prepared] = {}
     for peer in candidates:
@@ -93,7 +94,7 @@ def _measure(shape: Shape, candidates: Sequence[Peer], seconds: float, tell: Cal
             lines = str(error).splitlines() or [""]
             outcomes[peer.name] = Outcome(peer.name, failed=f"{type(error).__name__}: {lines[0]}")
             continue
-        outcome = Outcome(peer.name, gate.check(shape, inputs, found, prepared.entropy_weight), gate.slack_of(peer))
+        outcome = Outcome(peer.name, gate.check(found, prepared.entropy_weight), slack_of(peer))
         outcomes[peer.name] = outcome
         if outcome.green:
             ready[peer.name] = prepared

@@ -191,6 +191,8 @@ def build_problem(
     if isinstance(key, Pages) or isinstance(value, Pages):
         pages = _check_pages(query, key, value)
         key, value = (x.shaped(query) for x in pages)
+    else:
+        query, key, value = _cast_by_autocast(query, key, value)
     sizes = _check_inputs(query, key, value)
     B, H, L, S = sizes["B"], sizes["H"], sizes["L"], sizes["S"]
     device = query.device
@@ -251,6 +253,15 @@ def _check_pages(query: Tensor, key: Tensor | Pages, value: Tensor | Pages) -> t
             raise TypeError(f"{name}: expected pages of {query.dtype}, as query is, or of int8, got {x.data.dtype}")
     assert isinstance(key, Pages) and isinstance(value, Pages)
     return key, value
+
+
+def _cast_by_autocast(*tensors: Tensor) -> Sequence[Tensor]:
+    """Inside torch.autocast, queries, keys and values in its type, as PyTorch casts those of its own attention."""
+    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    narrow = torch.get_autocast_dtype(kind)
+    return [x.to(narrow) if x.is_floating_point() and x.dtype is not torch.float64 else x for x in tensors]
 
 
 def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:

@@ -7,7 +7,7 @@ values (which blocks of keys are visible, whether lengths fit) happens when the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,11 +34,30 @@ _N_TENSORS = _TENSORS.count("Tensor")
 
 def is_traced(query: Tensor) -> bool:
     """Whether a call becomes part of a graph, or meets a mode or a kind of tensor that handles operators itself."""
-    return torch.compiler.is_compiling() or type(query) not in _PLAIN or torch._C._len_torch_dispatch_stack() > 0
+    return (
+        torch.compiler.is_compiling()
+        or type(query) not in _PLAIN
+        or query.is_meta
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
 
 
-def run(problem: Problem, statistics: Statistics | None, impl: str) -> Observation:
+# Who sees the calls of a layer when a graph runs: (layer, problem, key_padding) -> the output, or None if nobody looks.
+observer: Callable[[int, Problem, Tensor | None], Tensor | None] | None = None
+
+
+def run(
+    problem: Problem,
+    statistics: Statistics | None,
+    impl: str,
+    layer: int = 0,
+    key_padding: Tensor | None = None,
+) -> Observation:
     """Compute a problem as an operator of the graph that is being traced.
+
+    Args:
+        layer: what `observer` knows the layer by when the graph runs, 0 = it is not to be told.
+        key_padding: (B, S), False at padding keys; for the observer.
 
     Raises:
         ValueError: `impl` is "reference", which is not made for graphs, or unknown.
@@ -49,14 +68,14 @@ def run(problem: Problem, statistics: Statistics | None, impl: str) -> Observati
     arguments = _arguments(p, statistics, impl)
     if p.needs_gradients:
         # The sinks take their share outside, where autograd sees them.
-        found = torch.ops.multihead.attention(*arguments, None, True)
+        found = torch.ops.multihead.attention(*arguments, p.sinks, True, layer, key_padding)
         return tiled.observation(p, statistics, dict(zip(paths.row_names(statistics), found)))
-    output, *found = torch.ops.multihead.attention(*arguments, p.sinks, False)
+    output, *found = torch.ops.multihead.attention(*arguments, p.sinks, False, layer, key_padding)
     return Observation(output, dict(zip(_asked(statistics, p.sinks is not None), found)))
 
 
 def _arguments(p: Problem, statistics: Statistics | None, impl: str) -> list[Any]:
-    """The arguments of the operator, but for its last two."""
+    """The arguments that both operators share."""
     *tensors, classes = autograd.tensors_of(p, None)
     visibility, start = p.visibility, p.visibility.query_start
     names, n_classes, offsets, pairs = None, 0, (), ()
@@ -101,20 +120,24 @@ def _with_values(p: Problem) -> Problem:
 
 
 def _attention(*arguments: Any) -> list[Tensor]:
-    *shared, sinks, saved = arguments
+    *shared, sinks, saved, layer, key_padding = arguments
     p, statistics, impl = _read(shared)
     p = _with_values(p)
+    whole = p if sinks is None else replace(p, sinks=sinks)
+    seen = None if layer == 0 or observer is None else observer(layer, whole, key_padding)
     path = paths.choose(p, statistics, impl, saved)
     if saved:
         output, *found = paths.rows(path, p, statistics).values()
+    elif seen is not None and statistics is None:
+        output, found = seen, []
     else:
-        seen = paths.forward(path, p if sinks is None else replace(p, sinks=sinks), statistics)
+        seen = paths.forward(path, whole, statistics)
         output, found = seen.output, [seen.statistics[name] for name in _asked(statistics, sinks is not None)]
     return [_laid_out(output.to(p.query.dtype), _like(p.query, p.E)), *(x.contiguous() for x in found)]
 
 
 def _attention_shapes(*arguments: Any) -> list[Tensor]:
-    *shared, sinks, saved = arguments
+    *shared, sinks, saved, _layer, _key_padding = arguments
     p, statistics, _ = _read(shared)
     names = paths.row_names(statistics)[1:] if saved else _asked(statistics, sinks is not None)
     widths = {}
@@ -165,7 +188,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     """What `_differentiate` needs: the tensors, what was found, and the rest as it came."""
     tensors, pairs = inputs[: _N_TENSORS - 2], inputs[_N_TENSORS - 2]
     ctx.set_materialize_grads(False)
-    ctx.rules, ctx.n_pairs = inputs[_N_TENSORS:-2], len(pairs)
+    ctx.rules, ctx.n_pairs = inputs[_N_TENSORS:-4], len(pairs)
     ctx.save_for_backward(*tensors, inputs[_N_TENSORS - 1], *pairs, *output)
 
 
@@ -181,12 +204,12 @@ def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     middle = [None] * (n - len(first))
     # PyTorch takes an empty list for one of tensors.
     rules = ([] if x == [] else None for x in ctx.rules)
-    return (*first, *middle, [None] * ctx.n_pairs, None, *rules, None, None)
+    return (*first, *middle, [None] * ctx.n_pairs, None, *rules, None, None, None, None)
 
 
 _attention_op = torch.library.custom_op(
     "multihead::attention", _attention, mutates_args=(),
-    schema=f"({_TENSORS}, {_RULES}, Tensor? sinks, bool saved) -> Tensor[]",
+    schema=f"({_TENSORS}, {_RULES}, Tensor? sinks, bool saved, int layer, Tensor? key_padding) -> Tensor[]",
 )  # fmt: skip
 _attention_op.register_fake(_attention_shapes)
 _attention_op.register_autograd(_differentiate, setup_context=_save)

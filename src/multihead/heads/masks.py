@@ -140,7 +140,7 @@ def make_mask(
     device: torch.device | str | None = None,
     cache_position: Tensor | None = None,
     **unused: Any,
-) -> MaskTensor:
+) -> MaskTensor | GraphMask:
     """The mask function registered with `transformers.AttentionMaskInterface`.
 
     Args:
@@ -158,6 +158,11 @@ def make_mask(
         assert cache_position is not None
         q_length, q_offset, device = len(cache_position), cache_position[0], cache_position.device
     device = device or "cpu"
+    if torch.compiler.is_compiling():
+        own = "allow_is_bidirectional_skip" not in unused
+        return _graph_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, own, device
+        )
     start, first_key = int(q_offset), int(kv_offset)
     keys = _key_padding(attention_mask, first_key, kv_length, device)
     rule: dict[str, Any] = {}
@@ -190,6 +195,81 @@ def make_mask(
         **rule,
     )
     return MaskTensor.of(visibility, keys)
+
+
+def _graph_mask(
+    B: int,
+    L: int,
+    S: int,
+    q_offset: int | Tensor,
+    kv_offset: int | Tensor,
+    mask_function: Callable | None,
+    attention_mask: Tensor | None,
+    use_vmap: bool,
+    own: bool,
+    device: torch.device | str,
+) -> GraphMask:
+    """`make_mask` while a graph is traced: no value is looked at, and positions may be tensors.
+
+    Args:
+        own: queries and keys are the same tokens, so that the padding among the keys is that of the queries.
+    """
+    start = q_offset - kv_offset
+    where = kv_offset + torch.arange(S, device=device)
+    keys = rows = None
+    if attention_mask is not None:
+        real = attention_mask.to(device, torch.bool)
+        keys = real[:, where.clamp(max=real.shape[1] - 1)] & (where < real.shape[1])
+    # The rule of a decoder; what it is composed of cannot be read in a graph, so other rules become cells.
+    name = "" if mask_function is None else mask_function.__name__
+    mask = None
+    if name not in ("", "causal_mask_function", "bidirectional_mask_function"):
+        assert mask_function is not None
+        mask = _cells(mask_function, use_vmap, B, q_offset + torch.arange(L, device=device), where)
+    if keys is not None:
+        mask = keys[:, None, None, :] if mask is None else mask & keys[:, None, None, :]
+        if own:
+            p = start + torch.arange(L, device=device)
+            rows = keys[:, p.clamp(0, S - 1)] | (p >= S)
+    if isinstance(start, Tensor):
+        start = start.expand(B)
+    causal = name == "causal_mask_function"
+    visibility = Visibility(B, 1, L, S, start, causal, mask=mask, query_mask=rows, device=device)
+    return GraphMask(visibility, keys)
+
+
+class GraphMask:
+    """What MaskTensor is, while a graph is traced: a plain object, since graphs do not know tensors without cells.
+
+    Attributes:
+        visibility, key_padding: as those of MaskTensor.
+    """
+
+    def __init__(self, visibility: Visibility, key_padding: Tensor | None) -> None:
+        self.visibility, self.key_padding = visibility, key_padding
+        self.shape = (visibility.B, 1, visibility.L, visibility.S)
+        self.ndim, self.dtype, self.device = 4, torch.bool, visibility.device
+
+    def fitted(self, B: int, H: int, L: int, S: int) -> Visibility:
+        """The visibility for a layer of these sizes."""
+        return replace(self.visibility, B=B, H=H)
+
+    def cells(self) -> Tensor:
+        """The mask as a tensor: bool (B, 1, L, S)."""
+        visible = replace(self.visibility, query_mask=None).dense()
+        return visible.expand(self.visibility.B, 1, -1, -1)
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, axis: int | None = None) -> Any:
+        return self.shape if axis is None else self.shape[axis]
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        return self.cells().to(*args, **kwargs)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.cells()[index]
 
 
 def _key_padding(attention_mask: Tensor | None, first_key: int, S: int, device) -> Tensor | None:

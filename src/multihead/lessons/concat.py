@@ -7,7 +7,8 @@ that this makes by a last matrix, W_O. Until then nothing has passed from one he
 # %% [markdown]
 # ## What the heads give
 #
-# The layer and the sentence of the lesson before. Each head's vector for the first two words:
+# The layer and the sentence of the lesson before (`multihead lesson heads`). What each head gives for the first two
+# words:
 
 # %%
 import multihead as mh
@@ -15,7 +16,7 @@ from multihead.lessons.drawing import layer_drawing, layer_picture
 from multihead.lessons.inputs import SENTENCE, W_K, W_O, W_Q, W_V, WORDS
 from multihead.lessons.tools import numbers
 
-layer = mh.MultiHeadAttention(d_model=6, n_heads=2)
+layer = mh.MultiHeadAttention(d_model=6, n_heads=2).requires_grad_(False)
 for h, head in enumerate(layer.heads):
     head.W_Q, head.W_K, head.W_V = W_Q[h], W_K[h], W_V[h]
     head.W_O = W_O[:, 3 * h : 3 * h + 3]
@@ -26,8 +27,8 @@ for h in range(2):
         print(f"head {h}  {word}  {numbers(vector)}")
 
 # %% [markdown]
-# Head 1 gives The and cat the same vector, to two decimals: both look at the same words, so what comes back is the same.
-# It hardly tells them apart. Head 0 does. How far the two words are from each other, by each head:
+# Head 1 gives The and cat the same vector, to two decimals: both look at the same words, so the same comes back. It
+# hardly tells them apart. Head 0 does. How far the two words are from each other, by each head:
 
 # %%
 for h in range(2):

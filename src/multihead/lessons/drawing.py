@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..nn import MultiHeadAttention
 from .picture import Picture
-from .tools import beside, numbers, shade, weights
+from .tools import beside, numbers, shade, signed, weights
 
 _CELL, _HIGH = 46, 26  # a number's box
 _HEADS = ("#2f6fde", "#d9730d")
@@ -72,7 +72,7 @@ def layer_drawing(layer: MultiHeadAttention, x: Tensor, words: Sequence[str], wo
 def layer_picture(layer: MultiHeadAttention, x: Tensor, words: Sequence[str], word: int) -> Picture:
     """The same as an SVG, with the keys, the scores and the matrix W_O as well."""
     stages, draw = _stages(layer, x, word), _Drawing()
-    d_model, L = layer.d_model, len(words)
+    d_model = layer.d_model
     center = (_PANEL * 2 + 60) / 2
     y = draw.title(center, 34, f"Multi-head attention, for the word “{words[word]}”")
 
@@ -113,7 +113,6 @@ def layer_picture(layer: MultiHeadAttention, x: Tensor, words: Sequence[str], wo
         f"question, keys, weights and values, what it gives, the two side by side {numbers(concatenated)}, "
         f"and after W_O {numbers(result)}"
     )
-    assert L == len(x)
     return Picture("layer.svg", alt, draw.svg(_PANEL * 2 + 60, y + 40))
 
 
@@ -163,7 +162,7 @@ class _Drawing:
             f'<rect x="{x:g}" y="{y:g}" width="{_CELL}" height="{_HIGH}" fill="{tint}" fill-opacity="{depth:.2f}" '
             f'stroke="{colour}" stroke-width="{edge}"/>'
         )
-        self.text(x + _CELL / 2, y + 17, f"{round(value, 2) + 0.0:+.2f}", "#101828", size=12)
+        self.text(x + _CELL / 2, y + 17, signed(value), "#101828", size=12)
 
     def row(
         self,
@@ -194,7 +193,7 @@ class _Drawing:
     def panel(self, x: float, y: float, h: int, stage: _Stage, words: Sequence[str], word: int) -> float:
         """One head in a frame; gives where the frame ends."""
         D, E, L = len(stage.question), len(stage.output), len(words)
-        colour, high = _HEADS[h], 92 + (L + 2) * _HIGH + 28
+        colour, high = _HEADS[h], 92 + (L + 1) * _HIGH + 34
         self.parts.append(
             f'<rect x="{x:g}" y="{y:g}" width="{_PANEL}" height="{high}" rx="8" fill="{colour}" fill-opacity="0.04" '
             f'stroke="{colour}" stroke-width="1.4"/>'
@@ -216,7 +215,7 @@ class _Drawing:
         for row, name in enumerate(words):
             at = top + row * _HIGH
             self.row(keys, at, stage.answers[row], name=name)
-            self.text(scores + 36, at + 17, f"{float(stage.scores[row]):+.2f}", "#344054", size=12, anchor="end")
+            self.text(scores + 36, at + 17, signed(float(stage.scores[row])), "#344054", size=12, anchor="end")
             weight = float(stage.weights[row])
             self.parts.append(
                 f'<rect x="{bars:g}" y="{at + 5:g}" width="{max(room * weight, 1):.1f}" height="{_HIGH - 10}" '

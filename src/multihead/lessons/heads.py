@@ -18,7 +18,7 @@ import multihead as mh
 from multihead.lessons.inputs import SENTENCE, W_K, W_O, W_Q, W_V, WORDS
 from multihead.lessons.tools import numbers, table, weights
 
-layer = mh.MultiHeadAttention(d_model=6, n_heads=2)
+layer = mh.MultiHeadAttention(d_model=6, n_heads=2).requires_grad_(False)
 for h, head in enumerate(layer.heads):
     head.W_Q, head.W_K, head.W_V = W_Q[h], W_K[h], W_V[h]
     head.W_O = W_O[:, 3 * h : 3 * h + 3]
@@ -40,8 +40,8 @@ for h in range(2):
 # %% [markdown]
 # ## Why one head could not do both
 #
-# The wants 0.82 of cat and 0.62 of The. Those are weights of one row, and a row has 1 to give. The most that
-# a single head can do is to meet both halfway, and then it finds neither clearly.
+# The wants 0.82 of cat and 0.62 of The. Those are weights of one row, and a row has 1 to give. A single head
+# can only meet the two somewhere in between, and then it finds neither clearly.
 
 # %%
 wanted = seen[0, 0, 1] + seen[1, 0, 0]
@@ -93,7 +93,7 @@ def apart(layer):
 
 
 def train(start, steps=STEPS):
-    """Train two heads from a start; gives a list of (step, error, how far apart they are)."""
+    """Train two heads from a start; gives the layer and a list of (step, error, how far apart they are)."""
     torch.manual_seed(0)
     # Sequential: each head is computed by itself, so that equal heads get equal gradients to the last bit.
     layer = mh.MultiHeadAttention(d_model=16, n_heads=2, execution="sequential")
@@ -115,11 +115,11 @@ def train(start, steps=STEPS):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return history
+    return layer, history
 
 
 # %% [markdown]
-# Three starts: two random heads; two equal heads; and two heads that are equal but for one number of the 256, which is
+# Three starts: two random heads; two equal heads; and two heads that are equal but for one number of the 512, which is
 # one millionth larger in one of them. *Error* is the mean of the last twenty steps, *apart* the largest difference
 # between the heads.
 
@@ -127,13 +127,24 @@ def train(start, steps=STEPS):
 runs = {start: train(start) for start in ("random", "equal", "nudged")}
 print("          random           equal            nudged")
 print("step      error  apart     error  apart     error  apart")
-for rows in zip(*runs.values()):
+for rows in zip(*(history for _, history in runs.values())):
     cells = [f"{error:.2f}  {gap:<8.2g}" for _, error, gap in rows]
     print(f"{rows[0][0]:<8}  " + "  ".join(cells).rstrip())
 
 # %% [markdown]
-# The random heads part, and each takes a neighbour. The equal heads get the same gradient at every step, so they stay
-# equal: two heads, and the layer is stuck at the error that one head can reach. A millionth is enough to break the
-# tie. The difference grows until the heads part, only later.
+# The equal heads get the same gradient at every step, so they stay equal: two heads, and the layer is stuck at the
+# error that one head can reach. A millionth is enough to break the tie. The difference grows until the heads part,
+# only later than with random ones.
 #
+# What the two heads of each layer look at in the end, as means over the places that have two neighbours:
+
+# %%
+x, _ = batch(torch.Generator().manual_seed(2))
+for start, (layer, _) in runs.items():
+    record = mh.nn.Record(mh.Statistics(offsets=(-1, 1)))
+    layer(x, record=record)
+    for h, (before, after) in enumerate(record.statistics["offset_mass"][:, :, 1:-1].mean((0, 2)).tolist()):
+        print(f"{start if h == 0 else '':<8}head {h}: {before:.2f} on the place before, {after:.2f} on the place after")
+
+# %% [markdown]
 # That is why layers start from random weights. It is not that random weights are good. They are different.

@@ -10,7 +10,7 @@ import ast
 import contextlib
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -93,11 +93,14 @@ class Lesson:
                 prose = ""
         return (*cells, Cell(prose, "", 0)) if prose else tuple(cells)
 
-    def run(self, names: dict[str, Any] | None = None) -> Iterator[Step]:
+    def run(
+        self, names: dict[str, Any] | None = None, *, before: Callable[[Cell], None] = lambda cell: None
+    ) -> Iterator[Step]:
         """Run the cells one after another in one namespace.
 
         Args:
             names: the namespace, to be looked at afterwards; an own one by default.
+            before: called with each cell before it runs.
 
         Raises:
             whatever the code raises: `ModelError` where a model of `needs` is not installed.
@@ -105,12 +108,13 @@ class Lesson:
         names = {} if names is None else names
         names["__name__"] = f"{__package__}.{self.path.stem}"
         for cell in self.cells:
-            before = dict(names)
+            before(cell)
+            old = dict(names)
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
                 # Empty lines before it keep the line numbers of the file in tracebacks.
                 exec(compile("\n" * cell.line + cell.code, str(self.path), "exec"), names)
-            made = tuple(v for k, v in names.items() if isinstance(v, Picture) and before.get(k) is not v)
+            made = tuple(v for k, v in names.items() if isinstance(v, Picture) and old.get(k) is not v)
             yield Step(cell, printed.getvalue(), made)
 
 

@@ -11,6 +11,8 @@ them. The first knows types only, the second places only.
 # (Sines and cosines, because then the product of two places depends on how far apart they are.)
 
 # %%
+import math
+
 import multihead as mh
 from multihead.lessons.inputs import LABELS, READERS, TYPED
 from multihead.lessons.tools import numbers, symbols, table, weights
@@ -22,11 +24,11 @@ for label, token in zip(LABELS, TYPED):
 # %% [markdown]
 # ## Two heads
 #
-# Head 0 has matrices that pick the first two numbers, head 1 matrices that pick the last two. They pick the same for the
-# question and for the answer: a token looks for those that are like itself.
+# Head 0 has matrices that pick the first two numbers, head 1 matrices that pick the last two. They pick the same for
+# the question and for the answer: a token looks for those that are like itself.
 
 # %%
-layer = mh.MultiHeadAttention(d_model=4, n_heads=2)
+layer = mh.MultiHeadAttention(d_model=4, n_heads=2).requires_grad_(False)
 for head, matrix in zip(layer.heads, READERS):
     head.W_Q, head.W_K = matrix, matrix
 
@@ -37,13 +39,13 @@ print("\nhead 1, by place")
 print(symbols(seen[1], LABELS))
 
 # %% [markdown]
-# A row asks, a column is asked; #### is a large weight, ## a middling one, a dot a small one. Head 0 finds A with A and B
-# with B, however far apart they are. C and D are of no type that it knows, so they look at everything alike. Head 1
-# sees a band: a token's neighbours, whatever they are.
+# A row asks, a column is asked; `####` is a large weight, `##` a middling one, a dot a small one. Head 0 finds A with A
+# and B with B, however far apart they are. C and D are of no type that it knows, so they look at everything alike. Head
+# 1 sees a band: a token's neighbours, whatever they are.
 #
 # ## The same maps as numbers
 #
-# A map of three signs hides something. For A0, head 1 has ## at A2 and at B1, and those are not the same weight:
+# A map of three signs hides something. For A0, head 1 has `##` at A2 and at B1, and those are not the same weight:
 
 # %%
 for h in range(2):
@@ -61,8 +63,6 @@ print(f"head 1, A0 to A2: {seen[1, 0, 2]:.3f}    A0 to B1: {seen[1, 0, 1]:.3f}")
 # width, here 2. For A0 and B1 the places are half a radian apart:
 
 # %%
-import math
-
 score = math.cos(0.5) / math.sqrt(2)
 row = [math.cos(k / 2) / math.sqrt(2) for k in range(6)]
 print(f"score {score:.3f}, weight {math.exp(score) / sum(map(math.exp, row)):.3f}")

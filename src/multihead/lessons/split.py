@@ -11,6 +11,8 @@ whole token by a matrix of its own, and only what comes out is short.
 # Here is a token of eight numbers, and what two heads would get by cutting it: four numbers each, as they are.
 
 # %%
+import torch
+
 import multihead as mh
 from multihead.lessons.inputs import PROJECTIONS, TOKEN
 from multihead.lessons.tools import numbers
@@ -29,7 +31,7 @@ for h, part in enumerate(TOKEN.view(2, 4)):
 # that token, and what comes out of the head is the token's value: W_V times the token.
 
 # %%
-layer = mh.MultiHeadAttention(d_model=8, n_heads=2)
+layer = mh.MultiHeadAttention(d_model=8, n_heads=2).requires_grad_(False)
 for head, matrix in zip(layer.heads, PROJECTIONS):
     head.W_V = matrix  # (D=4, d_model=8)
 
@@ -67,8 +69,6 @@ print("head 0 ", numbers(outputs[0, 0, 0]), "->", numbers(moved))
 # is never held to its own half.
 
 # %%
-import torch
-
 for head, matrix in zip(layer.heads, torch.eye(8).view(2, 4, 8)):
     head.W_V = matrix
 for h, vector in enumerate(layer.head_outputs(TOKEN.view(1, 1, 8))[0, :, 0]):

@@ -29,8 +29,12 @@ def weights(layer: MultiHeadAttention, x: Tensor) -> Tensor:
 
 def numbers(vector: Tensor, digits: int = 2) -> str:
     """A vector as text, such as [+0.10 +0.38 -0.12]; what rounds to zero is +0.00."""
-    rounded = [round(value, digits) + 0.0 for value in vector.tolist()]  # -0.0 + 0.0 is 0.0
-    return "[" + " ".join(f"{value:+.{digits}f}" for value in rounded) + "]"
+    return "[" + " ".join(signed(value, digits) for value in vector.tolist()) + "]"
+
+
+def signed(value: float, digits: int = 2) -> str:
+    """A number with its sign; what rounds to zero is +0.00."""
+    return f"{round(value, digits) + 0.0:+.{digits}f}"  # -0.0 + 0.0 is 0.0
 
 
 def table(weights: Tensor, queries: Sequence[str], keys: Sequence[str] | None = None, digits: int = 2) -> str:

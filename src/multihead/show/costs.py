@@ -88,12 +88,12 @@ def matrices(plan: Plan) -> RenderableType:
     """Return the parameters by matrix, by part and in all."""
     table = _table("", "matrix", "shape", "each layer", "layers", "parameters", words=("", "matrix"))
     for block in plan.model.blocks:
-        shown = block.name
-        for name, shape, count in _grouped(block.weights):
-            table.add_row(
-                Text(shown, style="dim"), name, shape, f"{count:,}", str(block.layers), f"{count * block.layers:,}"
-            )
-            shown = ""
+        rows = [*_grouped(block.weights)]
+        if block.attentions:
+            rows.append(("all of it", "", sum(weight.parameters for weight in block.weights)))
+        for index, (name, shape, count) in enumerate(rows):
+            shown = Text("" if index else block.name, style="dim")
+            table.add_row(shown, name, shape, f"{count:,}", f"{block.layers}", f"{count * block.layers:,}")
     table.add_section()
     for part in PARTS:
         table.add_row("", part, "", "", "", f"{plan.parameters(part):,}", style="dim")
