@@ -23,6 +23,7 @@ QWEN_EXPERTS = SMALL | {"moe_intermediate_size": 11, "num_experts_per_tok": 2}
 LATENT = SMALL | {"num_key_value_heads": 6, "kv_lora_rank": 13, "q_lora_rank": 17, "qk_rope_head_dim": 4}
 LATENT |= {"qk_nope_head_dim": 10, "v_head_dim": 14, "n_routed_experts": 8, "n_shared_experts": 2, "n_group": 2}
 LATENT |= {"topk_group": 1, "num_experts_per_tok": 3, "moe_intermediate_size": 11, "first_k_dense_replace": 2}
+T5 = {"vocab_size": 211, "num_layers": 5, "num_heads": 6, "d_model": 48, "d_ff": 53, "d_kv": 10}
 
 # One or more configurations of each architecture, with what it can switch on or off.
 CASES = [
@@ -77,6 +78,9 @@ CASES = [
     ("deepseek_v2", LATENT),
     ("deepseek_v2", LATENT | {"q_lora_rank": None, "attention_bias": True}),
     ("deepseek_v3", LATENT | {"attention_bias": True}),
+    ("t5", T5),
+    ("t5", T5 | {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 2}),
+    ("mt5", T5),
     ("bert", SMALL),
     ("roberta", SMALL),
     ("xlm-roberta", SMALL | {"type_vocab_size": 1}),
@@ -198,6 +202,12 @@ def test_gemma_2_without_its_embeddings_is_what_its_paper_says():
     assert model.parameters() - model.parameters("embeddings") == 8_324_201_984
 
 
+def test_t5_1_1_has_an_output_matrix_of_its_own():
+    """247,577,856 is what the hub counts in the checkpoint of flan-t5-base."""
+    fields = PRESETS["t5-base"].config | {"d_ff": 2048, "feed_forward_proj": "gated-gelu"}
+    assert read(fields | {"tie_word_embeddings": False}, "flan-t5-base").parameters() == 247_577_856
+
+
 def test_claims_are_judged_by_their_own_digits():
     verdicts = {
         name: [claim.holds(opened.model.parameters(active=claim.of == "active")) for claim in opened.claims]
@@ -208,7 +218,16 @@ def test_claims_are_judged_by_their_own_digits():
     assert all(verdicts.values())  # every model has a claim
     assert wrong == {
         *("original-transformer", "original-transformer-big", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt-3"),
-        *("bert-base", "bert-large", "llama-2-70b", "llama-3-70b", "llama-3.1-70b", "llama-3.1-405b", "qwen2-7b"),
+        *(
+            "bert-base",
+            "bert-large",
+            "t5-base",
+            "llama-2-70b",
+            "llama-3-70b",
+            "llama-3.1-70b",
+            "llama-3.1-405b",
+            "qwen2-7b",
+        ),
         *("falcon-40b", "palm-540b"),
     }
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from multihead.accounting.fields import ConfigError, Fields
@@ -19,6 +20,7 @@ from multihead.accounting.pieces import (
     Size,
     Stack,
     decoder,
+    encoder_decoder,
     feed_forward,
     head_norms,
     norms,
@@ -523,41 +525,37 @@ def _palm(c: Fields) -> Model:
 @architecture("original-transformer")
 def _original(c: Fields) -> Model:
     s = size(c, grouped=False)
-    d = s.d_model
-    ff = feed_forward(d, c.number("d_ff"), gated=False, bias=True)
-    windows = (None,) * s.layers
-    own = Attention(s.heads, s.heads, s.d_head, s.d_head, windows)
-    encoder = Attention(s.heads, s.heads, s.d_head, s.d_head, windows, causal=False)
-    cross = Attention(s.heads, s.heads, s.d_head, s.d_head, windows, causal=False, cross=True)
-    return Model(
-        name=c.name,
-        model_type="original-transformer",
-        counted_as="the description in Vaswani et al. 2017, section 3: projections without biases, "
-        "one table for both languages and the output, positions without parameters",
-        d_model=d,
-        context=s.context,
-        blocks=(
-            Block("before", (table("tokens", s.vocabulary, d),)),
-            Block(
-                "encoder layer",
-                (*projections(s), *ff, *norms(TWO, d, bias=True)),
-                s.layers,
-                (encoder,),
-                source=True,
-            ),
-            Block(
-                "decoder layer",
-                (
-                    *projections(s),
-                    *projections(s, prefix="cross ", source=True),
-                    *ff,
-                    *norms([*TWO, "norm 3"], d, bias=True),
-                ),
-                s.layers,
-                (own, cross),
-            ),
-            Block("after", (Weight("W_U", "embeddings", (s.vocabulary, d), tied=True, tokens="last"),)),
-        ),
+    ff = feed_forward(s.d_model, c.number("d_ff"), gated=False, bias=True)
+    return encoder_decoder(
+        c,
+        s,
+        "the description in Vaswani et al. 2017, section 3: projections without biases, one table for both languages "
+        "and the output, positions without parameters",
+        feed_forward=ff,
+        norms=lambda names: norms(names, s.d_model, bias=True),
+        final=[],
+        tied=True,
+    )
+
+
+@architecture("t5", "mt5")
+def _t5(c: Fields) -> Model:
+    # transformers from 5 on ties T5's output matrix whatever the configuration says; the checkpoints of T5 1.1 and
+    # of mT5, whose configurations say that it is not tied, have one of its own.
+    multilingual = c.config["model_type"] == "mt5"
+    s = replace(size(c, grouped=False), d_head=c.number("d_kv"))
+    kind = c.config.get("feed_forward_proj") or ("gated-gelu" if multilingual else "relu")
+    # Each stack has one table of biases by distance, which all of its layers use.
+    distances = table("distances", c.number("relative_attention_num_buckets", default=32), s.heads)
+    return encoder_decoder(
+        c,
+        s,
+        f"{'MT5' if multilingual else 'T5'}ForConditionalGeneration",
+        feed_forward=feed_forward(s.d_model, c.number("d_ff"), gated=str(kind).startswith("gated-")),
+        norms=lambda names: norms(names, s.d_model, bias=False),
+        final=[distances, *norms(["final norm"], s.d_model, bias=False)],
+        tied=True,
+        decoder_layers=c.number("num_decoder_layers", default=s.layers),
     )
 
 

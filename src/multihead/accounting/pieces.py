@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from multihead.accounting.fields import ConfigError, Fields
@@ -184,6 +184,53 @@ def decoder(
         context=s.context or positions,
         blocks=(around[0], *blocks, around[1]),
         learned_positions=bool(positions),
+    )
+
+
+def encoder_decoder(
+    c: Fields,
+    s: Size,
+    counted_as: str,
+    *,
+    feed_forward: list[Weight],
+    norms: Callable[[Sequence[str]], list[Weight]],
+    final: list[Weight],
+    tied: bool,
+    decoder_layers: int | None = None,
+) -> Model:
+    """Return an encoder and a decoder that reads it in every layer, with one table of tokens for both.
+
+    Args:
+        norms: makes the norms of these names: two in a layer of the encoder, three in one of the decoder.
+        final: what each of the two stacks has once.
+        tied: whether the output matrix is the table unless `tie_word_embeddings` says otherwise.
+        decoder_layers: where they are not as many as the encoder's.
+    """
+    depth = decoder_layers or s.layers
+
+    def heads(layers: int, causal: bool = True, cross: bool = False) -> Attention:
+        return Attention(s.heads, s.heads, s.d_head, s.d_head, (None,) * layers, causal, cross)
+
+    encoder = (*projections(s), *feed_forward, *norms(["norm 1", "norm 2"]))
+    cross = projections(s, prefix="cross ", source=True)
+    decoder = (*projections(s), *cross, *feed_forward, *norms(["norm 1", "norm 2", "norm 3"]))
+    attentions = (heads(depth), heads(depth, causal=False, cross=True))
+    is_tied = c.flag("tie_word_embeddings", tied)
+    output = Weight("W_U", "embeddings", (s.vocabulary, s.d_model), tied=is_tied, tokens="last")
+    blocks = (
+        Block("before", (table("tokens", s.vocabulary, s.d_model),)),
+        Block("encoder layer", encoder, s.layers, (heads(s.layers, causal=False),), source=True),
+        Block("encoder", tuple(final), source=True),
+        Block("decoder layer", decoder, depth, attentions),
+        Block("after", (*final, output)),
+    )
+    return Model(
+        name=c.name,
+        model_type=str(c.config["model_type"]),
+        counted_as=counted_as,
+        d_model=s.d_model,
+        context=s.context,
+        blocks=tuple(block for block in blocks if block.weights),
     )
 
 

@@ -180,6 +180,11 @@ PRESETS: dict[str, Preset] = {
         _bert(384, 6, 12, Claim("22.7M", "the model's page")).config | {"intermediate_size": 1536},
         (Claim("22.7M", "the page of all-MiniLM-L6-v2"),),
     ),
+    "t5-base": Preset(
+        {"model_type": "t5", "d_model": 768, "d_ff": 3072, "d_kv": 64, "num_heads": 12, "num_layers": 12}
+        | {"vocab_size": 32128, "n_positions": 512},
+        (Claim("220M", "Raffel et al. 2020, section 2.1"),),
+    ),
     "llama-2-7b": Preset(_llama(4096, 32, 32, 32, 11008, 32000, 4096), (Claim("7B", LLAMA_2),)),
     "llama-2-13b": Preset(_llama(5120, 40, 40, 40, 13824, 32000, 4096), (Claim("13B", LLAMA_2),)),
     "llama-2-70b": Preset(_llama(8192, 80, 64, 8, 28672, 32000, 4096), (Claim("70B", LLAMA_2),)),
