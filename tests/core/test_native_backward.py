@@ -83,7 +83,9 @@ def check(lab, tensors, form, names=("output",), dtype=torch.float64, tolerance=
     incoming = incoming_of(shapes, names, dtype)
     got = native_gradients(query, key, value, options, incoming, asked)
 
-    doubled = {k: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for k, x in options.items()}
+    doubled = {
+        k: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for k, x in options.items()
+    }
     leaves = {"query": query, "key": key, "value": value} | {own: options[k] for k, own in LEARNED.items() if k in form}
     leaves = {name: x.double().detach().requires_grad_() for name, x in leaves.items()}
     doubled |= {k: leaves[own] for k, own in LEARNED.items() if k in form}
@@ -101,7 +103,9 @@ def check(lab, tensors, form, names=("output",), dtype=torch.float64, tolerance=
         want = torch.zeros_like(leaves[name]) if want is None else want
         assert got[name].dtype is dtype, name
         size = want.abs().max().clamp(min=1)
-        torch.testing.assert_close(got[name].double() / size, want / size, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            got[name].double() / size, want / size, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 3e-6)])

@@ -152,13 +152,20 @@ def explain(
 def run(problem: Problem, statistics: Statistics | None, impl: str = "auto") -> Observation:
     """Compute a problem on the path that `choose` says; while a graph is traced, as one operator of it."""
     if ops.is_traced(problem.query):
+        if statistics is not None and statistics.later:
+            raise NotImplementedError(f"statistics: {statistics.later[0]!r} is not made in a graph; ask outside of it")
         return ops.run(problem.plain(), statistics, impl)
     recorded = autograd.is_recorded(problem)
     path = choose(problem, statistics, impl, recorded)
     if recorded or path != "native":
         problem = problem.plain()
     if recorded and path != "reference":
-        return autograd.forward(path, problem, statistics)
+        seen = autograd.forward(path, problem, statistics)
+        if statistics is None or not statistics.later:
+            return seen
+        with torch.no_grad():
+            later = paths.forward(path, problem, statistics.only_later()).statistics
+        return Observation(seen.output, seen.statistics | {name: later[name] for name in statistics.later})
     return paths.forward(path, problem, statistics)
 
 

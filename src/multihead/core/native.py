@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import tiled
+from .cells import distance_sides
 from .problem import Problem
 from .statistics import ROW_STATISTICS, Observation, Statistics, finish
 
@@ -55,10 +56,43 @@ def forward(problem: Problem, statistics: Statistics | None) -> Observation:
     Returns:
         the output (B, H, L, E) in the query's type, laid out in memory as the query is, and the statistics asked.
     """
-    output, found = _forward(problem, statistics, ())
+    later = () if statistics is None else statistics.later
+    output, found = _forward(problem, statistics, _SAVED if later else ())
     if statistics is None:
         return Observation(output)
-    return Observation(output, finish(_named(problem, statistics, found), problem.visibility.query_mask))
+    named = _named(problem, statistics, found)
+    if later:
+        named |= _second_pass(problem.plain(), statistics, found)
+    return Observation(output, finish(named, problem.visibility.query_mask))
+
+
+def _second_pass(p: Problem, statistics: Statistics, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What keys, distances and cells of a map gather over rows, from the rows' `top` and `inverse`."""
+    assert core is not None
+    later, m, k = statistics.later, statistics.map, statistics.top_keys
+    sides = distance_sides(p)
+    shapes = {
+        "received": (p.S,),
+        "received_max": (p.S,),
+        "distance_histogram": (2 * sides + 1,),
+        "map": (m, m),
+        "map_max": (m, m),
+        "top_keys": (p.L, k),
+        "top_weights": (p.L, k),
+    }
+    found = {
+        name: torch.empty(p.B, p.H, *shapes[name], dtype=torch.int64 if name == "top_keys" else p.sums_dtype)
+        for name in later
+    }
+    written = _Written(p, positions="distance_histogram" in later)
+    core.second_pass(
+        written.problem,
+        tuple(_address(rows[name]) for name in _SAVED),
+        tuple(_address(found.get(name)) for name in shapes),
+        (sides, m, k),
+        torch.get_num_threads(),
+    )
+    return found
 
 
 def forward_saving(problem: Problem, statistics: Statistics | None) -> dict[str, Tensor]:
@@ -138,7 +172,14 @@ def backward(
     with_classes = statistics is not None and "class_mass" in incoming
     classes = _classes(statistics) if with_classes else None
     sinks = None if p.sinks is None else _plain(p.sinks.to(p.sums_dtype)).contiguous()
-    inputs = {"query": p.query, "key": p.key, "value": p.value, "bias": p.bias, "slopes": p.alibi_slopes, "sinks": p.sinks}
+    inputs = {
+        "query": p.query,
+        "key": p.key,
+        "value": p.value,
+        "bias": p.bias,
+        "slopes": p.alibi_slopes,
+        "sinks": p.sinks,
+    }
     made: dict[str, Tensor] = {}
     for name, x in inputs.items():
         if x is None or not needs.get(name):
@@ -173,7 +214,7 @@ def backward(
 class _Written:
     """A problem as the core reads it, and the tensors whose addresses it holds: they live as long as this does."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, positions: bool = False) -> None:
         assert core is not None
         p, visibility = problem, problem.visibility
         table = key_scales = value_scales = None
@@ -202,6 +243,7 @@ class _Written:
             self.bias = _plain(p.bias if readable else p.bias.to(p.sums_dtype))
         if p.alibi_slopes is not None:
             self.slopes = _plain(p.alibi_slopes.to(p.sums_dtype)).contiguous()
+        if p.alibi_slopes is not None or positions:
             self.positions = torch.as_tensor(visibility.query_start).expand(p.B).contiguous()
         self.problem = core.Problem(
             (p.B, p.H, p.G, p.L, p.S, p.D, p.E),
