@@ -91,7 +91,8 @@ print(f"{'all':<25} {sum(p.numel() * p.element_size() for p in layer.parameters(
 plain, biased = (mh.MultiHeadAttention(64, 8, bias=bias) for bias in (False, True))
 counts = [sum(p.numel() for p in layer.parameters()) for layer in (plain, biased)]
 added = {name: tuple(p.shape) for name, p in biased.named_parameters() if name.endswith("bias")}
-print(f"{counts[0]:,} -> {counts[1]:,} parameters: {counts[1] - counts[0]} more, {added}")
+print(f"{counts[0]:,} -> {counts[1]:,} parameters: {counts[1] - counts[0]} more")
+print(added)
 
 # %% [markdown]
 # 4 * 64, a number for each row of the four matrices: 1,024 bytes. What does the one on the keys do? It adds the same to

@@ -69,9 +69,9 @@ def _symbol(weight: float) -> str:
 
 
 def wrapped(text: object) -> str:
-    """A message in lines of 76 characters; a line that begins with a dash goes on under its first word."""
+    """A message in lines of 78 characters; a line that begins with a dash goes on under its first word."""
     lines = str(text).splitlines()
-    return "\n".join(fill(line, 76, subsequent_indent="  " if line.startswith("- ") else "") for line in lines)
+    return "\n".join(fill(line, 78, subsequent_indent="  " if line.startswith("- ") else "") for line in lines)
 
 
 def beside(*blocks: str, gap: int = 4) -> str:
