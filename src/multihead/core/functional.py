@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -237,9 +238,13 @@ def build_problem(
             dropout_seed = drawn if ops.is_traced(query) else int(drawn)  # type: ignore[assignment]
     start = S - L if query_start is None and lengths is None else _check_start(query_start, lengths, device, sizes)
     window = _OPEN if window is None else _check_window(window)
-    visibility = Visibility(
-        B, H, L, S, start, bool(causal), window, lengths, mask, document_ids, query_mask, device
-    )  # fmt: skip
+    has_tensors = not (mask is document_ids is query_mask is lengths is None and isinstance(start, int))
+    if not has_tensors and not ops.is_traced(query):
+        visibility = _visibility_of_sizes(B, H, L, S, start, bool(causal), window, device)
+    else:
+        visibility = Visibility(
+            B, H, L, S, start, bool(causal), window, lengths, mask, document_ids, query_mask, device
+        )  # fmt: skip
     if scale is None:
         scale = 1 / math.sqrt(sizes["D"]) if sizes["D"] else 1.0
     if pages is not None and device.type == "cpu":
@@ -249,6 +254,14 @@ def build_problem(
     return Problem(
         query, key, value, visibility, scale, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed, pages
     )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _visibility_of_sizes(
+    B: int, H: int, L: int, S: int, start: int, causal: bool, window: Window, device: torch.device
+) -> Visibility:
+    """Rules without tensors, made once for the calls of one size, its spans too."""
+    return Visibility(B, H, L, S, start, causal, window, device=device)
 
 
 def _check_pages(query: Tensor, key: Tensor | Pages, value: Tensor | Pages) -> tuple[Pages, Pages]:
