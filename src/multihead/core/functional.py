@@ -277,8 +277,10 @@ def _check_pages(query: Tensor, key: Tensor | Pages, value: Tensor | Pages) -> t
 
 def _cast_by_autocast(*tensors: Tensor) -> Sequence[Tensor]:
     """Inside torch.autocast, queries, keys and values in its type, as PyTorch casts those of its own attention."""
-    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    if not isinstance(tensors[0], Tensor) or tensors[0].is_meta:
+        return tensors
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
         return tensors
     narrow = torch.get_autocast_dtype(kind)
     return [x.to(narrow) if x.is_floating_point() and x.dtype is not torch.float64 else x for x in tensors]

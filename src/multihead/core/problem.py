@@ -12,7 +12,8 @@ from .masking import ALL, Visibility
 from .pages import Pages
 
 
-@dataclass(frozen=True)
+# Never changed once made; not frozen, which would take four times as long to make, in every call.
+@dataclass(eq=False)
 class Problem:
     """One attention problem whose arguments fit each other (`functional.build_problem` makes them).
 
