@@ -172,6 +172,19 @@ void backward(const Arguments& arguments, const Gradients& gradients, int thread
   (wide ? backward_as<double> : backward_as<float>)(arguments, gradients, threads);
 }
 
+// A problem without options, from numbers alone: the conversions of a small call cost more than its
+// arithmetic.
+void plain(int stored, int64_t B, int64_t H, int64_t G, int64_t L, int64_t S, int64_t D, int64_t E,
+           Address query, const Layout& query_layout, Address key, const Layout& key_layout, Address value,
+           const Layout& value_layout, Address output, const Layout& output_layout, bool causal, double scale,
+           int threads) {
+  Arguments a{};
+  a.sizes = {B, H, G, L, S, D, E}, a.stored = {stored, 0};
+  a.tensors = {query, key, value}, a.layouts = {query_layout, key_layout, value_layout};
+  a.causal = causal, a.query_start = S - L, a.scale = scale;
+  forward(a, output, output_layout, 0, 0, 0, 0, false, {}, {}, threads);
+}
+
 template <typename Real>
 void second_pass_as(const Arguments& arguments, const std::array<Address, 2>& rows,
                     const std::array<Address, 7>& filled, const std::array<int64_t, 3>& counts, int threads) {
@@ -215,6 +228,10 @@ NB_MODULE(_native, m) {
            "n_classes"_a, "made"_a, "made_layouts"_a, "of_heads"_a);
   m.def("backward", &backward, "problem"_a, "gradients"_a, "threads"_a,
         "The gradients of attention into the arrays at the given addresses.");
+  m.def("plain", &plain, "stored"_a, "B"_a, "H"_a, "G"_a, "L"_a, "S"_a, "D"_a, "E"_a, "query"_a,
+        "query_layout"_a, "key"_a, "key_layout"_a, "value"_a, "value_layout"_a, "output"_a, "output_layout"_a,
+        "causal"_a, "scale"_a, "threads"_a,
+        "Attention without options, full or causal with the last query at the last key.");
   m.def("second_pass", &second_pass, "problem"_a, "rows"_a, "filled"_a, "counts"_a, "threads"_a,
         "What keys, distances and cells of a map gather over rows, into the arrays at the given addresses.");
   m.def("share_threads", &multihead::share_threads, "folder"_a,

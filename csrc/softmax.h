@@ -89,6 +89,8 @@ struct Gathered {
         for (auto& lanes : sum_lanes) lanes[r] = Reals{};
     for (int r = 0; r < rows; r += kLanes)
       for (int k = 0; k < (kObserve ? kSums : 1); ++k) store(sum[k] + r, sum_each(sum_lanes[k] + r));
+    // Apart from what is added to it, which might be fused with it in one form of this function only.
+    for (int r = 0; r < rows; ++r) total[r] *= rescale[r];
     for (int r = 0; r < rows; ++r) merge<kObserve>(r, first, scores + r * kScoreRow, seen[r]);
   }
 
@@ -150,11 +152,11 @@ struct Gathered {
   template <bool kObserve>
   MH_INLINE void merge(int r, int64_t first, const Real* p_row, Columns seen) {
     const double scale = rescale[r], p = top_p[r];
-    const double before = total[r] * scale, weight = sum[kWeight][r] + p;
+    const double before = total[r], weight = sum[kWeight][r] + p;
     if constexpr (kObserve) {
       const double shift = old_max[r] == -kInfinity ? 0.0 : double(old_max[r]) - max[r];
       const double top_moment = p == 0 ? 0.0 : p * top_x[r];
-      moment[r] = scale * (moment[r] + shift * total[r]) + sum[kMoment][r] + top_moment;
+      moment[r] = scale * moment[r] + shift * before + sum[kMoment][r] + top_moment;
       squares[r] = scale * scale * squares[r] + sum[kSquares][r] + p * p;
       const double from_top = weight == 0 ? 0.0 : sum[kFirstOrder][r] / weight;
       const double distance = double(first + top_at[r]) + from_top - mean[r];

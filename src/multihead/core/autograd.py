@@ -33,6 +33,16 @@ def is_recorded(problem: Problem) -> bool:
     return problem.needs_gradients or is_transformed()
 
 
+def is_seen(query: Any, key: Any, value: Any) -> bool:
+    """Whether autograd, a transform or autocast has a part in a call, or something else than plain tensors."""
+    return (
+        not (type(query) is type(key) is type(value) is Tensor)
+        or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+        or torch.is_autocast_enabled("cpu")
+        or is_transformed()
+    )
+
+
 def is_transformed() -> bool:
     """Whether forward mode or a transform of torch.func is at work."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()

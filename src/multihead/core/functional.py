@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from . import autograd, ops, paths, tiled
+from . import autograd, native, ops, paths, tiled
 from .axes import check_broadcast, check_integers, check_shape
 from .masking import Visibility, check_lengths
 from .pages import Pages
@@ -76,6 +76,14 @@ def attention(
         >>> attention(query, key, value, causal=True).shape
         torch.Size([1, 8, 5, 16])
     """
+    no_options = (
+        window is mask is bias is alibi_slopes is key_lengths is query_mask is document_ids is query_start is softcap
+        is sinks is None and not dropout_p and impl == "auto"
+    )  # fmt: skip
+    if no_options and not ops.is_traced(query) and not autograd.is_seen(query, key, value):
+        output = native.plain(query, key, value, bool(causal), scale)
+        if output is not None:
+            return output
     problem = build_problem(
         query, key, value, causal=causal, window=window, mask=mask, bias=bias, alibi_slopes=alibi_slopes,
         key_lengths=key_lengths, query_mask=query_mask, document_ids=document_ids, query_start=query_start,

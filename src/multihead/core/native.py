@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +50,42 @@ def can_use(problem: Problem, statistics: Statistics | None) -> str | None:
     if p.dropout_p:
         return "dropout is not in the compiled core yet"
     return None
+
+
+def plain(query: Tensor, key: Any, value: Any, causal: bool, scale: float | None) -> Tensor | None:
+    """Attention without options and without a `Problem`, which costs more to make than a small call computes.
+
+    The caller has seen that nobody traces or records the call.
+
+    Returns:
+        the output as `forward` gives it, or None where these tensors need the longer way (or are wrong).
+    """
+    if core is None:
+        return None
+    dtype, q, k, v = query.dtype, query.shape, key.shape, value.shape
+    if not (
+        key.dtype is dtype is value.dtype
+        and dtype in _STORED
+        and query.is_cpu
+        and key.is_cpu
+        and value.is_cpu
+        and len(q) == len(k) == len(v) == 4
+        and q[0] == k[0] == v[0]
+        and k[1] == v[1] != 0
+        and q[1] % k[1] == 0
+        and k[2] == v[2]
+        and q[3] == k[3] != 0
+        and not (query.is_neg() or key.is_neg() or value.is_neg())
+    ):
+        return None
+    output = _empty_as(query, v[3])
+    core.plain(
+        _STORED[dtype], q[0], q[1], k[1], q[2], k[2], q[3], v[3],
+        query.data_ptr(), query.stride(), key.data_ptr(), key.stride(), value.data_ptr(), value.stride(),
+        output.data_ptr(), output.stride(), causal, 1 / math.sqrt(q[3]) if scale is None else scale,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return output
 
 
 def forward(problem: Problem, statistics: Statistics | None) -> Observation:
@@ -100,8 +138,8 @@ def forward_saving(problem: Problem, statistics: Statistics | None) -> dict[str,
 
     Returns:
         the output and the statistics asked, by name, before padding is taken out (`statistics.finish`); `argmax` too
-        where max_logit is asked; and (B, H, L) of each row's scores: `top`, the largest in units of log 2, and `inverse`,
-        1 / sum 2^(score - top), which is 0 for rows without keys alone.
+        where max_logit is asked; and (B, H, L) of each row's scores: `top`, the largest in units of log 2, and
+        `inverse`, 1 / sum 2^(score - top), which is 0 for rows without keys alone.
     """
     wanted = statistics
     if statistics is not None and "max_logit" in statistics.names:
@@ -170,7 +208,7 @@ def backward(
     if "output" in incoming:
         outputs = (found["output"], _plain(incoming["output"].to(p.query.dtype)))
     with_classes = statistics is not None and "class_mass" in incoming
-    classes = _classes(statistics) if with_classes else None
+    classes = _classes(statistics) if statistics is not None and with_classes else None
     sinks = None if p.sinks is None else _plain(p.sinks.to(p.sums_dtype)).contiguous()
     inputs = {
         "query": p.query,
@@ -203,7 +241,7 @@ def backward(
             _class_batch(p, classes),
             0 if statistics is None or not with_classes else statistics.n_classes,
             tuple(map(_address, tensors)),
-            tuple(_NOWHERE if x is None else x.stride() for x in tensors[:3]) + (_strides(tensors[3]),),
+            (*(_NOWHERE if x is None else x.stride() for x in tensors[:3]), _strides(tensors[3])),
             (_address(made.get("slopes")), _address(made.get("sinks"))),
         ),
         torch.get_num_threads(),
