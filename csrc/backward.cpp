@@ -21,6 +21,10 @@ namespace multihead {
 namespace MH_BUILD {
 namespace {
 
+constexpr int kBlockRows = 96;   // rows of a block, whole tiles
+constexpr int kBlockKeys = 192;  // keys of a block, whole tiles and panels
+static_assert(kBlockRows <= kRows && kBlockKeys <= kKeys && kBlockRows % kTileRows == 0 &&
+              kBlockKeys % kTileRows == 0 && kBlockKeys % kColumns == 0);
 constexpr double kSerialWork = 1.0e6;  // multiply-adds under which waking a thread costs more than it gives
 
 // o (n tiles of R rows, kColumns) = a . b, added to what o holds if kAdd, over the terms of each tile. The rows
@@ -49,13 +53,21 @@ MH_LOOP void product_tiles(const Real* a, const Real* b, int64_t ld, const Colum
 
 // Whether n numbers, whole vectors of them, are finite.
 bool all_finite(const Real* x, int64_t n) {
-  Reals odd{};  // x - x is 0 for a finite x, NaN otherwise
-  for (int64_t i = 0; i < n; i += kLanes) {
+  constexpr int kChains = 4;  // sums that do not wait for each other
+  Reals odd[kChains] = {};    // x - x is 0 for a finite x, NaN otherwise
+  int64_t i = 0;
+  for (; i + kChains * kLanes <= n; i += kChains * kLanes)
+    for (int k = 0; k < kChains; ++k) {
+      const Reals v = load(x + i + k * kLanes);
+      odd[k] += v - v;
+    }
+  for (; i < n; i += kLanes) {
     const Reals v = load(x + i);
-    odd += v - v;
+    odd[0] += v - v;
   }
+  const Reals sum = odd[0] + odd[1] + odd[2] + odd[3];
   for (int lane = 0; lane < kLanes; ++lane)
-    if (odd[lane] != 0) return false;
+    if (sum[lane] != 0) return false;
   return true;
 }
 
@@ -113,11 +125,9 @@ class Kernel {
         upstream_row(row_stride(width + f.C)),
         key_panels(ceil_div(f.D, kColumns)),
         value_panels(ceil_div(f.E, kColumns)),
-        rows_of_block(f.D + f.E <= 2 * 96 ? 96 : 48),
-        keys_of_block(f.D + f.E <= 2 * 96 ? 192 : 96),
-        key_blocks(ceil_div(f.S, keys_of_block)),
+        key_blocks(ceil_div(f.S, kBlockKeys)),
         stream_rows(group * f.L),
-        row_blocks(ceil_div(stream_rows, rows_of_block)),
+        row_blocks(ceil_div(stream_rows, kBlockRows)),
         in_place(f.stored == (kSingle ? Stored::kFloat : Stored::kDouble) && f.d_query.column == 1),
         bias_of(f.d_bias.data == nullptr  ? Bias::kNone
                 : f.d_bias.column == 0    ? Bias::kRows
@@ -168,17 +178,17 @@ class Kernel {
     if (bias_of == Bias::kColumns) of_bias = zeros(f.B * f.H * f.S);
     turns.reset(new Turn[static_cast<size_t>(f.B * f.G * row_blocks)]);
 
-    const int64_t n = keys_of_block;
-    const int64_t sizes[] = {rows_of_block * score.query_row,
-                             rows_of_block * upstream_row,
-                             rows_of_block * kScoreRow,
-                             rows_of_block * kScoreRow,
-                             f.softcap != 0 ? rows_of_block * kScoreRow : 0,
+    const int64_t n = kBlockKeys;
+    const int64_t sizes[] = {kBlockRows * score.query_row,
+                             kBlockRows * upstream_row,
+                             kBlockRows * kScoreRow,
+                             kBlockRows * kScoreRow,
+                             f.softcap != 0 ? kBlockRows * kScoreRow : 0,
                              n * f.D,
                              n * key_panels * kColumns,
                              n * f.E,
                              n * f.C,
-                             rows_of_block * key_panels * kColumns,
+                             kBlockRows * key_panels * kColumns,
                              n * key_panels * kColumns,
                              n * value_panels * kColumns};
     int64_t all = 0;
@@ -195,13 +205,13 @@ class Kernel {
   }
 
   int rows_in(int64_t block) const {
-    return static_cast<int>(std::min<int64_t>(rows_of_block, stream_rows - block * rows_of_block));
+    return static_cast<int>(std::min<int64_t>(kBlockRows, stream_rows - block * kBlockRows));
   }
 
   // Calls f(r, head, query) for the rows of a block: the heads of a group lie one after the other.
   template <typename F>
   void each_row(int64_t g, int64_t block, F&& call) const {
-    const int64_t first = block * rows_of_block;
+    const int64_t first = block * kBlockRows;
     int64_t h = g * group + first / f.L, i = first % f.L;
     for (int r = 0, n = rows_in(block); r < n; ++r) {
       call(r, h, i);
@@ -227,8 +237,8 @@ class Kernel {
     });
     Turn& turn = turn_of(b, g, block);
     const bool any = some.begin < some.end;
-    turn.first = any ? static_cast<int32_t>(some.begin / keys_of_block) : 0;
-    turn.last = any ? static_cast<int32_t>((some.end - 1) / keys_of_block) : -1;
+    turn.first = any ? static_cast<int32_t>(some.begin / kBlockKeys) : 0;
+    turn.last = any ? static_cast<int32_t>((some.end - 1) / kBlockKeys) : -1;
     turn.next.store(turn.first, std::memory_order_relaxed);
     if (!any && f.d_query.data)
       with_stored(f.stored, [&](const auto* type) {
@@ -282,8 +292,8 @@ class Kernel {
 
   // Everything that goes through a block of keys of one head.
   void add_keys(int64_t b, int64_t g, int64_t key_block, Space& s) {
-    const int64_t first = key_block * keys_of_block;
-    const int64_t count = std::min<int64_t>(keys_of_block, f.S - first);
+    const int64_t first = key_block * kBlockKeys;
+    const int64_t count = std::min<int64_t>(kBlockKeys, f.S - first);
     const int64_t padded = ceil_div(count, kColumns) * kColumns;
     bool odd = false;
     with_stored(f.stored, [&](const auto* type) {
@@ -326,7 +336,7 @@ class Kernel {
   // A block of rows against a block of keys.
   void add_rows(int64_t b, int64_t g, int64_t block, int64_t key_block, int64_t padded, bool odd, Space& s) {
     const int n = rows_in(block), tiles = static_cast<int>(ceil_div(n, kTileRows));
-    const int64_t first = key_block * keys_of_block;
+    const int64_t first = key_block * kBlockKeys;
     odd = !pack_rows(b, g, block, s) || odd;
     Columns seen[kTiles];
     score.of_block(s.query, s.keys, n, first, padded, s.row, seen, s.weights, f.softcap != 0 ? s.slopes : nullptr);
@@ -416,6 +426,7 @@ class Kernel {
       Real* const d = s.change + r * kScoreRow;
       const Columns in = clear_outside(seen[r / kTileRows], padded, a, d);
       const Real top = s.of.top[r], inverse = s.of.inverse[r], shift = s.of.shift[r], lean = s.of.lean[r];
+#pragma GCC unroll 4
       for (int c = in.from; c < in.to; c += kLanes) {
         const Reals x = floored(load(a + c) - top);
         const Reals p = exp2(x) * inverse;
@@ -467,7 +478,7 @@ class Kernel {
   // those over keys are added to what the block before has left.
   void sum_cells(int64_t b, int64_t g, int64_t block, int64_t key_block, const Columns* seen, Space& s) {
     if (f.d_slopes || bias_of == Bias::kRows) wait_for_turn(turn_of(b, g, block), key_block);
-    const int64_t first = key_block * keys_of_block;
+    const int64_t first = key_block * kBlockKeys;
     each_row(g, block, [&](int r, int64_t h, int64_t i) {
       const Columns in = seen[r / kTileRows];
       const int64_t end = std::min<int64_t>(in.to, f.S - first);
@@ -506,13 +517,14 @@ class Kernel {
   // dV += A^T dO, dK += dS^T Q, and this block's part of dQ, dS K.
   void multiply(int n, int64_t padded, const Columns* seen, Space& s) const {
     // The rows that see a tile of keys.
-    Columns rows[kKeys];
+    Columns rows[kKeys / kTileRows + 1];
     const int key_tiles = static_cast<int>(ceil_div(padded, kTileRows));
     for (int k = 0; k < key_tiles; ++k) {
-      rows[k] = {n, 0};
-      for (int begin = 0, t = 0; begin < n; begin += kTileRows, ++t)
-        if (seen[t].from < (k + 1) * kTileRows && k * kTileRows < seen[t].to)
-          rows[k] = {std::min(rows[k].from, begin), std::min(n, begin + kTileRows)};
+      const auto sees = [&](int t) { return seen[t].from < (k + 1) * kTileRows && k * kTileRows < seen[t].to; };
+      int from = 0, to = static_cast<int>(ceil_div(n, kTileRows));
+      while (from < to && !sees(from)) ++from;
+      while (from < to && !sees(to - 1)) --to;
+      rows[k] = {from * kTileRows, std::min(n, to * kTileRows)};
     }
     const auto over_rows = [&](const Real* cells, const Real* right, int64_t ld, int64_t panels, Real* to) {
       for (int64_t e = 0; e < panels; ++e)
@@ -529,7 +541,7 @@ class Kernel {
         product_tiles<tile.count, kScoreRow, 1, false>(s.change + r * kScoreRow,
                                                        s.key_columns + e * padded * kColumns, kColumns,
                                                        seen + r / kTileRows, count,
-                                                       s.d_query + (e * rows_of_block + r) * kColumns);
+                                                       s.d_query + (e * kBlockRows + r) * kColumns);
       });
   }
 
@@ -540,7 +552,7 @@ class Kernel {
       for (int64_t e = 0; e < panels; ++e)
         for (int c = 0; c < kColumns; ++c) to[e * to_panel + c] += factor * from[e * from_panel + c];
     };
-    std::fill_n(s.d_query, rows_of_block * key_panels * kColumns, Real(0));
+    std::fill_n(s.d_query, kBlockRows * key_panels * kColumns, Real(0));
     for (int r = 0; r < n; ++r)
       for (int j = seen[r / kTileRows].from; j < seen[r / kTileRows].to; ++j) {
         if (!sees(s.row[r], first + j)) continue;
@@ -549,7 +561,7 @@ class Kernel {
         if (width)
           add(p, s.upstream + r * upstream_row, kColumns, value_panels, s.d_value + key, key_panel);
         add(d, s.query + r * score.query_row, kColumns, key_panels, s.d_key + key, key_panel);
-        add(d, s.key_columns + key, key_panel, key_panels, s.d_query + r * kColumns, rows_of_block * kColumns);
+        add(d, s.key_columns + key, key_panel, key_panels, s.d_query + r * kColumns, kBlockRows * kColumns);
       }
   }
 
@@ -567,7 +579,7 @@ class Kernel {
         each_row(g, block, [&](int r, int64_t h, int64_t i) {
           Real* const sum = sum_of(b, h, i);
           for (int64_t e = 0; e < f.D; e += kColumns) {
-            const Real* const from = s.d_query + e * rows_of_block + r * kColumns;
+            const Real* const from = s.d_query + e * kBlockRows + r * kColumns;
             const int64_t columns = std::min<int64_t>(kColumns, f.D - e);
             if (begins)
               for (int64_t c = 0; c < columns; ++c) sum[e + c] = any ? from[c] : Real(0);
@@ -612,7 +624,6 @@ class Kernel {
   const Backward<Real>& f;
   const Scores score;
   const int64_t group, width, upstream_row, key_panels, value_panels;
-  const int rows_of_block, keys_of_block;
   const int64_t key_blocks, stream_rows, row_blocks;
   const bool in_place;  // whether dQ is summed where it goes
   const Bias bias_of;

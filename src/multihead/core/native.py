@@ -60,8 +60,8 @@ def forward_saving(problem: Problem, statistics: Statistics | None) -> dict[str,
 
     Returns:
         the output and the statistics asked, by name, before padding is taken out (`statistics.finish`); `argmax` too
-        where max_logit is asked; and (B, H, L) of each row's scores: `top`, the largest in units of log 2, and `inverse`,
-        1 / sum 2^(score - top), which is 0 for rows without keys alone.
+        where max_logit is asked; and (B, H, L) of each row's scores in units of log 2: `top`, the largest, and
+        `inverse`, 1 / sum 2^(score - top), which is 0 for rows without keys alone.
     """
     wanted = statistics
     if statistics is not None and "max_logit" in statistics.names:
@@ -132,7 +132,14 @@ def backward(
     with_classes = statistics is not None and "class_mass" in incoming
     classes = _classes(statistics) if with_classes else None
     sinks = None if p.sinks is None else _plain(p.sinks.to(p.sums_dtype)).contiguous()
-    inputs = {"query": p.query, "key": p.key, "value": p.value, "bias": p.bias, "slopes": p.alibi_slopes, "sinks": p.sinks}
+    inputs = {
+        "query": p.query,
+        "key": p.key,
+        "value": p.value,
+        "bias": p.bias,
+        "slopes": p.alibi_slopes,
+        "sinks": p.sinks,
+    }
     made: dict[str, Tensor] = {}
     for name, x in inputs.items():
         if x is None or not needs.get(name):
@@ -156,7 +163,7 @@ def backward(
             _class_batch(p, classes),
             0 if statistics is None or not with_classes else statistics.n_classes,
             tuple(map(_address, tensors)),
-            tuple(_NOWHERE if x is None else x.stride() for x in tensors[:3]) + (_strides(tensors[3]),),
+            (*(_NOWHERE if x is None else x.stride() for x in tensors[:3]), _strides(tensors[3])),
             (_address(made.get("slopes")), _address(made.get("sinks"))),
         ),
         torch.get_num_threads(),
