@@ -79,17 +79,19 @@ int64_t row_stride(int64_t width) {
   return stride / line % 2 ? stride : stride + line;
 }
 
+// Dot products of kDots pairs of rows. Each sums in the order of score_tiles: then dO.o of a row that sees one key
+// is dO.v to the bit, and their difference 0. Side by side, because each sum waits for its last product.
+constexpr int kDots = 8;
 template <typename T>
-Real dot(Matrix<T> a, Matrix<T> b, int64_t width) {
-  Real sum = 0;
-  int64_t e = 0;
-  if (a.column == 1 && b.column == 1) {
-    Reals lanes{};
-    for (; e + kLanes <= width; e += kLanes) lanes += load(a.data + e) * load(b.data + e);
-    for (int lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
+MH_LOOP void dots(const Matrix<T>* a, const Matrix<T>* b, int64_t width, Real* out) {
+  const int64_t step_a = a[0].column, step_b = b[0].column;
+  std::fill_n(out, kDots, Real(0));
+  for (int64_t from = 0; from < width; from += kDepth) {
+    Real sum[kDots] = {};
+    for (int64_t e = from; e < std::min(width, from + kDepth); ++e)
+      for (int k = 0; k < kDots; ++k) sum[k] += widen(a[k].data[e * step_a]) * widen(b[k].data[e * step_b]);
+    for (int k = 0; k < kDots; ++k) out[k] = from ? out[k] + sum[k] : sum[k];
   }
-  for (; e < width; ++e) sum += widen(a.data[e * a.column]) * widen(b.data[e * b.column]);
-  return sum;
 }
 
 // Which blocks of keys the rows of a block see, [first, last], and the next one to add to their dQ.
@@ -233,8 +235,8 @@ class Kernel {
     each_row(g, block, [&](int, int64_t h, int64_t i) {
       const Span span = score.row_at(b, h, i).span;
       if (span.begin < span.end) some = {std::min(some.begin, span.begin), std::max(some.end, span.end)};
-      start_row(b, h, i);
     });
+    with_stored(f.stored, [&](const auto* type) { start_each(type, b, g, block); });
     Turn& turn = turn_of(b, g, block);
     const bool any = some.begin < some.end;
     turn.first = any ? static_cast<int32_t>(some.begin / kBlockKeys) : 0;
@@ -254,7 +256,32 @@ class Kernel {
     return static_cast<T*>(tensor.data) + b * tensor.batch + head * tensor.head + row * tensor.row;
   }
 
-  void start_row(int64_t b, int64_t h, int64_t i) {
+  template <typename T>
+  void start_each(const T* type, int64_t b, int64_t g, int64_t block) {
+    struct Place {
+      int64_t h, i;
+    } place[kDots];
+    Matrix<T> gradient[kDots], output[kDots];
+    Real inner[kDots] = {};
+    int count = 0;
+    const int n = rows_in(block);
+    each_row(g, block, [&](int r, int64_t h, int64_t i) {
+      place[count++] = {h, i};
+      if (count < kDots && r + 1 < n) return;
+      if (f.d_output.data) {
+        for (int k = 0; k < kDots; ++k) {
+          const Place& of = place[std::min(k, count - 1)];
+          gradient[k] = head_of(type, f.d_output, b, of.h, of.i);
+          output[k] = head_of(type, f.output, b, of.h, of.i);
+        }
+        dots(gradient, output, f.E, inner);
+      }
+      for (int k = 0; k < count; ++k) start_row(b, place[k].h, place[k].i, inner[k]);
+      count = 0;
+    });
+  }
+
+  void start_row(int64_t b, int64_t h, int64_t i, double inner) {
     const int64_t n = at(b, h, i);
     const double inverse = f.inverse[n], d_lse = f.d_lse ? f.d_lse[n] : 0.0;
     shift[n] = 0;
@@ -264,11 +291,6 @@ class Kernel {
       if (of_sink) of_sink[n] = d_lse;
       return;
     }
-    double inner = 0;
-    if (f.d_output.data)
-      inner = with_stored(f.stored, [&](const auto* type) -> Real {
-        return dot(head_of(type, f.d_output, b, h, i), head_of(type, f.output, b, h, i), f.E);
-      });
     double keys = 1;
     const double log_inverse = f.sinks || f.d_entropy ? std::log(inverse) : 0.0;
     if (f.sinks) {
