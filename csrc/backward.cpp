@@ -1,14 +1,18 @@
 // The gradients of attention: the weights are made again, nothing of size L x S is kept.
 //
-// The plain loop, for a row with weights A, entropy H, output o and an incoming gradient of each (dO, dH, dlse,
-// dmax): dV += A^T dO; dA = dO V^T; the gradient of the scores is
+// The plain loop, for a row with weights A, entropy H, output o and an incoming gradient of each (dO, dH,
+// dlse, dmax): dV += A^T dO; dA = dO V^T; the gradient of the scores is
 //     dS = A * (dA - dO.o + dlse - dH * (log A + H)) + dmax at the argmax;
 // dQ = scale * dS K; dK = scale * dS^T Q. Five products over the cells. What makes it fast:
-//   1. A piece of work is a block of keys against all rows that see it, of every head that reads those keys: dK
+//   1. A piece of work is a block of keys against all rows that see it, of every head that reads those keys:
+//   dK
 //      and dV are summed where they lie, in the cache, and each product is done once.
-//   2. dQ is summed over the blocks of keys in their order: a block adds to some rows when the block before it
-//      has. All go through the rows in one order, so each follows the one before at a distance and none waits long.
-//   3. A row's constants are folded into two numbers, so that the entropy's gradient costs a multiply-add a cell.
+//   2. dQ is summed over the blocks of keys in their order: a block adds to some rows when the block before
+//   it
+//      has. All go through the rows in one order, so each follows the one before at a distance and none waits
+//      long.
+//   3. A row's constants are folded into two numbers, so that the entropy's gradient costs a multiply-add a
+//   cell.
 //
 // Bits: the order of every sum is that of the blocks, which depend on sizes of a sequence alone.
 #include <atomic>
@@ -27,8 +31,8 @@ static_assert(kBlockRows <= kRows && kBlockKeys <= kKeys && kBlockRows % kTileRo
               kBlockKeys % kTileRows == 0 && kBlockKeys % kColumns == 0);
 constexpr double kSerialWork = 1.0e6;  // multiply-adds under which waking a thread costs more than it gives
 
-// o (n tiles of R rows, kColumns) = a . b, added to what o holds if kAdd, over the terms of each tile. The rows
-// of a are kRow numbers apart and its terms kTerm, the terms of b ld.
+// o (n tiles of R rows, kColumns) = a . b, added to what o holds if kAdd, over the terms of each tile. The
+// rows of a are kRow numbers apart and its terms kTerm, the terms of b ld.
 template <int R, int kRow, int kTerm, bool kAdd>
 MH_LOOP void product_tiles(const Real* a, const Real* b, int64_t ld, const Columns* terms, int n, Real* o) {
   for (int t = 0; t < n; ++t, a += R * kRow, o += R * kColumns) {
@@ -71,16 +75,17 @@ bool all_finite(const Real* x, int64_t n) {
   return true;
 }
 
-// Numbers from one packed row to the next: whole panels, and an odd number of cache lines, so that a column of
-// panels does not fall on few sets of the cache.
+// Numbers from one packed row to the next: whole panels, and an odd number of cache lines, so that a column
+// of panels does not fall on few sets of the cache.
 int64_t row_stride(int64_t width) {
   const int64_t line = 64 / sizeof(Real), step = std::max<int64_t>(kColumns, line);
   const int64_t stride = ceil_div(width, step) * step;
   return stride / line % 2 ? stride : stride + line;
 }
 
-// Dot products of kDots pairs of rows. Each sums in the order of score_tiles: then dO.o of a row that sees one key
-// is dO.v to the bit, and their difference 0. Side by side, because each sum waits for its last product.
+// Dot products of kDots pairs of rows. Each sums in the order of score_tiles: then dO.o of a row that sees
+// one key is dO.v to the bit, and their difference 0. Side by side, because each sum waits for its last
+// product.
 constexpr int kDots = 8;
 template <typename T>
 MH_LOOP void dots(const Matrix<T>* a, const Matrix<T>* b, int64_t width, Real* out) {
@@ -104,17 +109,18 @@ struct Turn {
 struct Constants {
   alignas(64) Real top[kRows], inverse[kRows];
   alignas(64) Real shift[kRows], lean[kRows];  // dS = A * (dA + lean * (s - top) + shift)
-  Real share[kRows];                           // of the keys, beside the sink: what the output was multiplied by
+  Real share[kRows];  // of the keys, beside the sink: what the output was multiplied by
 };
 
 // A thread's work space.
 struct Space {
   Row row[kRows];
   Constants of;
-  Real *query, *upstream;                      // rows (kRows, row_stride): scaled queries; dO and d_class_mass
-  Real *weights, *change, *slopes;             // cells (kRows, kScoreRow): A, dS, and tanh's slope
-  Real *keys, *key_columns, *values, *classes;  // packed: (D, kColumns), (keys, kColumns), (E, kColumns), (C, ..)
-  Real *d_query, *d_key, *d_value;             // sums: panels (rows or keys, kColumns)
+  Real *query, *upstream;           // rows (kRows, row_stride): scaled queries; dO and d_class_mass
+  Real *weights, *change, *slopes;  // cells (kRows, kScoreRow): A, dS, and tanh's slope
+  Real *keys, *key_columns, *values,
+      *classes;                     // packed: (D, kColumns), (keys, kColumns), (E, kColumns), (C, ..)
+  Real *d_query, *d_key, *d_value;  // sums: panels (rows or keys, kColumns)
 };
 
 class Kernel {
@@ -131,10 +137,10 @@ class Kernel {
         stream_rows(group * f.L),
         row_blocks(ceil_div(stream_rows, kBlockRows)),
         in_place(f.stored == (kSingle ? Stored::kFloat : Stored::kDouble) && f.d_query.column == 1),
-        bias_of(f.d_bias.data == nullptr  ? Bias::kNone
-                : f.d_bias.column == 0    ? Bias::kRows
-                : f.d_bias.row == 0       ? Bias::kColumns
-                                          : Bias::kCells) {}
+        bias_of(f.d_bias.data == nullptr ? Bias::kNone
+                : f.d_bias.column == 0   ? Bias::kRows
+                : f.d_bias.row == 0      ? Bias::kColumns
+                                         : Bias::kCells) {}
 
   bool run() {
     const double work = 2.5 * double(f.B * f.H * f.L) * double(f.S) * double(f.D + f.E);
@@ -200,8 +206,8 @@ class Kernel {
     for (int t = 0; t < threads; ++t) {
       Space& s = spaces[t];
       Real* next = scratch.get() + t * all;
-      Real** const arrays[] = {&s.query, &s.upstream,    &s.weights, &s.change,  &s.slopes,  &s.keys,
-                               &s.key_columns, &s.values, &s.classes, &s.d_query, &s.d_key, &s.d_value};
+      Real** const arrays[] = {&s.query,       &s.upstream, &s.weights, &s.change,  &s.slopes, &s.keys,
+                               &s.key_columns, &s.values,   &s.classes, &s.d_query, &s.d_key,  &s.d_value};
       for (int i = 0; i < 12; ++i) *arrays[i] = next, next += ceil_div(sizes[i], 16) * 16;
     }
   }
@@ -304,7 +310,8 @@ class Kernel {
     }
     double sum = d_lse - inner;
     if (f.d_class_mass)
-      for (int64_t c = 0; c < f.C; ++c) sum -= double(f.d_class_mass[n * f.C + c]) * f.class_mass[n * f.C + c];
+      for (int64_t c = 0; c < f.C; ++c)
+        sum -= double(f.d_class_mass[n * f.C + c]) * f.class_mass[n * f.C + c];
     if (f.d_entropy) {
       sum -= f.d_entropy[n] * (log_inverse + f.entropy[n]);
       lean[n] = static_cast<Real>(-f.d_entropy[n] * kLn2);
@@ -361,7 +368,8 @@ class Kernel {
     const int64_t first = key_block * kBlockKeys;
     odd = !pack_rows(b, g, block, s) || odd;
     Columns seen[kTiles];
-    score.of_block(s.query, s.keys, n, first, padded, s.row, seen, s.weights, f.softcap != 0 ? s.slopes : nullptr);
+    score.of_block(s.query, s.keys, n, first, padded, s.row, seen, s.weights,
+                   f.softcap != 0 ? s.slopes : nullptr);
     bool any = false;
     for (int t = 0; t < tiles; ++t) any = any || seen[t].from < seen[t].to;
     if (any) {
@@ -393,7 +401,8 @@ class Kernel {
         const bool empty = f.inverse[n] == 0;
         s.row[r] = score.row_at(b, h, i);
         if (empty) s.row[r].span = {0, 0};
-        const Real inverse = f.inverse[n], top = empty ? Real(0) : f.top[n], factor = share ? share[n] : Real(1);
+        const Real inverse = f.inverse[n], top = empty ? Real(0) : f.top[n],
+                   factor = share ? share[n] : Real(1);
         s.of.inverse[r] = inverse, s.of.top[r] = top, s.of.shift[r] = shift[n], s.of.share[r] = factor;
         s.of.lean[r] = lean ? lean[n] : Real(0);
         const Real sum = inverse + top + shift[n] + s.of.lean[r] + factor;
@@ -427,9 +436,11 @@ class Kernel {
         const auto product = [&](const Real* rows, const Real* panel, int64_t depth) {
           for (int64_t d = 0; d < depth; d += kDepth, add = true)
             by_tiles(end - begin, [&](auto tile, int r, int count) {
-              (add ? score_tiles<tile.count, kScoreRow, true> : score_tiles<tile.count, kScoreRow, false>)(
-                  rows + r * upstream_row + d, upstream_row, panel + d * kColumns, std::min(depth - d, kDepth),
-                  count, to + r * kScoreRow);
+              (add ? score_tiles<tile.count, kScoreRow, true>
+                   : score_tiles<tile.count, kScoreRow, false>)(rows + r * upstream_row + d, upstream_row,
+                                                                panel + d * kColumns,
+                                                                std::min(depth - d, kDepth), count,
+                                                                to + r * kScoreRow);
             });
         };
         product(from, s.values + column * f.E, width);
@@ -439,8 +450,8 @@ class Kernel {
       }
   }
 
-  // From scores to weights, and from the gradients of those to the gradients of the scores, with zeros where a
-  // tile sees nothing.
+  // From scores to weights, and from the gradients of those to the gradients of the scores, with zeros where
+  // a tile sees nothing.
   template <bool kLean>
   MH_LOOP static void change(int n, int64_t padded, const Columns* seen, Space& s) {
     for (int r = 0; r < n; ++r) {
@@ -496,8 +507,8 @@ class Kernel {
     });
   }
 
-  // Sums of dS for the gradients of the bias and of the slopes. Sums over rows and cells are of this thread alone;
-  // those over keys are added to what the block before has left.
+  // Sums of dS for the gradients of the bias and of the slopes. Sums over rows and cells are of this thread
+  // alone; those over keys are added to what the block before has left.
   void sum_cells(int64_t b, int64_t g, int64_t block, int64_t key_block, const Columns* seen, Space& s) {
     if (f.d_slopes || bias_of == Bias::kRows) wait_for_turn(turn_of(b, g, block), key_block);
     const int64_t first = key_block * kBlockKeys;
@@ -542,7 +553,9 @@ class Kernel {
     Columns rows[kKeys / kTileRows + 1];
     const int key_tiles = static_cast<int>(ceil_div(padded, kTileRows));
     for (int k = 0; k < key_tiles; ++k) {
-      const auto sees = [&](int t) { return seen[t].from < (k + 1) * kTileRows && k * kTileRows < seen[t].to; };
+      const auto sees = [&](int t) {
+        return seen[t].from < (k + 1) * kTileRows && k * kTileRows < seen[t].to;
+      };
       int from = 0, to = static_cast<int>(ceil_div(n, kTileRows));
       while (from < to && !sees(from)) ++from;
       while (from < to && !sees(to - 1)) --to;
@@ -551,8 +564,9 @@ class Kernel {
     const auto over_rows = [&](const Real* cells, const Real* right, int64_t ld, int64_t panels, Real* to) {
       for (int64_t e = 0; e < panels; ++e)
         by_tiles(static_cast<int>(padded), [&](auto tile, int j, int count) {
-          product_tiles<tile.count, 1, kScoreRow, true>(cells + j, right + e * kColumns, ld, rows + j / kTileRows,
-                                                        count, to + (e * padded + j) * kColumns);
+          product_tiles<tile.count, 1, kScoreRow, true>(cells + j, right + e * kColumns, ld,
+                                                        rows + j / kTileRows, count,
+                                                        to + (e * padded + j) * kColumns);
         });
     };
     if (f.d_value.data && width) over_rows(s.weights, s.upstream, upstream_row, value_panels, s.d_value);
@@ -560,10 +574,9 @@ class Kernel {
     if (!f.d_query.data) return;
     for (int64_t e = 0; e < key_panels; ++e)
       by_tiles(n, [&](auto tile, int r, int count) {
-        product_tiles<tile.count, kScoreRow, 1, false>(s.change + r * kScoreRow,
-                                                       s.key_columns + e * padded * kColumns, kColumns,
-                                                       seen + r / kTileRows, count,
-                                                       s.d_query + (e * kBlockRows + r) * kColumns);
+        product_tiles<tile.count, kScoreRow, 1, false>(
+            s.change + r * kScoreRow, s.key_columns + e * padded * kColumns, kColumns, seen + r / kTileRows,
+            count, s.d_query + (e * kBlockRows + r) * kColumns);
       });
   }
 
@@ -580,8 +593,7 @@ class Kernel {
         if (!sees(s.row[r], first + j)) continue;
         const Real p = s.weights[r * kScoreRow + j], d = s.change[r * kScoreRow + j];
         const int64_t key = j * kColumns, key_panel = padded * kColumns;
-        if (width)
-          add(p, s.upstream + r * upstream_row, kColumns, value_panels, s.d_value + key, key_panel);
+        if (width) add(p, s.upstream + r * upstream_row, kColumns, value_panels, s.d_value + key, key_panel);
         add(d, s.query + r * score.query_row, kColumns, key_panels, s.d_key + key, key_panel);
         add(d, s.key_columns + key, key_panel, key_panels, s.d_query + r * kColumns, kBlockRows * kColumns);
       }
@@ -609,7 +621,8 @@ class Kernel {
               for (int64_t c = 0; c < columns; ++c) sum[e + c] += from[c];
           }
           if (ends)
-            unpack_row(sum, f.D, static_cast<Real>(f.scale), written(type, f.d_query, b, h, i), f.d_query.column);
+            unpack_row(sum, f.D, static_cast<Real>(f.scale), written(type, f.d_query, b, h, i),
+                       f.d_query.column);
         });
       });
     }

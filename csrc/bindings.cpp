@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "attention.h"
+#include "peak.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -44,6 +45,8 @@ struct Arguments {
   std::array<Layout, 2> cell_layouts;
   std::array<Address, 2> documents, alibi;
   double scale, softcap;
+  std::array<Address, 3> pages;  // the table, the scales of keys and of values
+  int64_t page_batch, page_size;
 };
 
 multihead::Tensor tensor(Address address, const Layout& layout) {
@@ -68,6 +71,8 @@ void fill(multihead::Problem<Real>& p, const Arguments& a, int threads) {
   p.key_documents = pointer<int64_t>(a.documents[0]), p.query_documents = pointer<int64_t>(a.documents[1]);
   p.slopes = pointer<Real>(a.alibi[0]), p.positions = pointer<int64_t>(a.alibi[1]);
   p.scale = a.scale, p.softcap = a.softcap;
+  p.pages = pointer<int32_t>(a.pages[0]), p.page_batch = a.page_batch, p.page_size = a.page_size;
+  p.key_scales = pointer<float>(a.pages[1]), p.value_scales = pointer<float>(a.pages[2]);
   p.threads = threads, p.interrupted = interrupted;
 }
 
@@ -112,15 +117,15 @@ void forward(const Arguments& arguments, Address output, const Layout& layout, A
 // What backward reads and fills beside the problem, as native.py writes it down.
 struct Gradients {
   Address sinks;
-  std::array<Address, 5> saved;      // top, inverse, entropy, argmax, class_mass
-  std::array<Address, 2> outputs;    // the output and its gradient
+  std::array<Address, 5> saved;    // top, inverse, entropy, argmax, class_mass
+  std::array<Address, 2> outputs;  // the output and its gradient
   std::array<Layout, 2> output_layouts;
-  std::array<Address, 5> incoming;   // of lse, max_logit, entropy, sink_mass, class_mass
+  std::array<Address, 5> incoming;  // of lse, max_logit, entropy, sink_mass, class_mass
   Address classes;
   int64_t class_batch, n_classes;
-  std::array<Address, 4> made;       // of query, key, value, bias
+  std::array<Address, 4> made;  // of query, key, value, bias
   std::array<Layout, 4> made_layouts;
-  std::array<Address, 2> of_heads;   // of slopes, sinks
+  std::array<Address, 2> of_heads;  // of slopes, sinks
 };
 
 template <typename Real>
@@ -128,9 +133,11 @@ void backward_as(const Arguments& arguments, const Gradients& g, int threads) {
   multihead::Backward<Real> f{};
   fill(f, arguments, threads);
   f.sinks = pointer<Real>(g.sinks);
-  f.top = pointer<Real>(g.saved[0]), f.inverse = pointer<Real>(g.saved[1]), f.entropy = pointer<Real>(g.saved[2]);
+  f.top = pointer<Real>(g.saved[0]), f.inverse = pointer<Real>(g.saved[1]),
+  f.entropy = pointer<Real>(g.saved[2]);
   f.argmax = pointer<int64_t>(g.saved[3]), f.class_mass = pointer<Real>(g.saved[4]);
-  f.output = tensor(g.outputs[0], g.output_layouts[0]), f.d_output = tensor(g.outputs[1], g.output_layouts[1]);
+  f.output = tensor(g.outputs[0], g.output_layouts[0]),
+  f.d_output = tensor(g.outputs[1], g.output_layouts[1]);
   f.d_lse = pointer<Real>(g.incoming[0]), f.d_max_logit = pointer<Real>(g.incoming[1]);
   f.d_entropy = pointer<Real>(g.incoming[2]), f.d_sink_mass = pointer<Real>(g.incoming[3]);
   f.d_class_mass = pointer<Real>(g.incoming[4]);
@@ -146,15 +153,36 @@ void backward(const Arguments& arguments, const Gradients& gradients, int thread
   (wide ? backward_as<double> : backward_as<float>)(arguments, gradients, threads);
 }
 
+template <typename Real>
+void second_pass_as(const Arguments& arguments, const std::array<Address, 2>& rows,
+                    const std::array<Address, 7>& filled, const std::array<int64_t, 3>& counts, int threads) {
+  multihead::SecondPass<Real> f{};
+  fill(f, arguments, threads);
+  f.top = pointer<Real>(rows[0]), f.inverse = pointer<Real>(rows[1]);
+  f.received = pointer<Real>(filled[0]), f.received_max = pointer<Real>(filled[1]);
+  f.distances = pointer<Real>(filled[2]), f.sides = counts[0];
+  f.map = pointer<Real>(filled[3]), f.map_max = pointer<Real>(filled[4]), f.cells = counts[1];
+  f.top_keys = pointer<int64_t>(filled[5]), f.top_weights = pointer<Real>(filled[6]), f.k = counts[2];
+  release([&] { return multihead::second_pass(f); });
+}
+
+void second_pass(const Arguments& arguments, const std::array<Address, 2>& rows,
+                 const std::array<Address, 7>& filled, const std::array<int64_t, 3>& counts, int threads) {
+  const bool wide = arguments.stored[0] == static_cast<int>(multihead::Stored::kDouble);
+  (wide ? second_pass_as<double> : second_pass_as<float>)(arguments, rows, filled, counts, threads);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
   nb::class_<Arguments>(m, "Problem", "An attention problem: addresses and strides; see attention.h.")
       .def(nb::init<std::array<int64_t, 7>, std::array<int, 2>, std::array<Address, 3>, std::array<Layout, 3>,
                     std::array<Address, 2>, int64_t, bool, int64_t, std::array<Address, 2>,
-                    std::array<Layout, 2>, std::array<Address, 2>, std::array<Address, 2>, double, double>(),
+                    std::array<Layout, 2>, std::array<Address, 2>, std::array<Address, 2>, double, double,
+                    std::array<Address, 3>, int64_t, int64_t>(),
            "sizes"_a, "stored"_a, "tensors"_a, "layouts"_a, "spans"_a, "span_batch"_a, "causal"_a,
-           "query_start"_a, "cells"_a, "cell_layouts"_a, "documents"_a, "alibi"_a, "scale"_a, "softcap"_a);
+           "query_start"_a, "cells"_a, "cell_layouts"_a, "documents"_a, "alibi"_a, "scale"_a, "softcap"_a,
+           "pages"_a, "page_batch"_a, "page_size"_a);
   m.def("forward", &forward, "problem"_a, "output"_a, "layout"_a, "sinks"_a, "classes"_a, "class_batch"_a,
         "n_classes"_a, "observe"_a, "statistics"_a, "saved"_a, "threads"_a,
         "Attention into the arrays at the given addresses.");
@@ -166,9 +194,15 @@ NB_MODULE(_native, m) {
            "n_classes"_a, "made"_a, "made_layouts"_a, "of_heads"_a);
   m.def("backward", &backward, "problem"_a, "gradients"_a, "threads"_a,
         "The gradients of attention into the arrays at the given addresses.");
+  m.def("second_pass", &second_pass, "problem"_a, "rows"_a, "filled"_a, "counts"_a, "threads"_a,
+        "What keys, distances and cells of a map gather over rows, into the arrays at the given addresses.");
   m.def("share_threads", &multihead::share_threads, "folder"_a,
         "Run on the threads of the OpenMP runtime loaded from under a folder; False when there is none.");
   m.def("level", &multihead::level, "The instruction-set level in use.");
   m.def("set_level", &multihead::set_level, "name"_a, "Choose a level; False when it is not here.");
   m.def("levels", &multihead::levels, "The levels that can be chosen here, best first.");
+  m.def("fma_gflops", &multihead::fma_gflops, "threads"_a, "seconds"_a,
+        nb::call_guard<nb::gil_scoped_release>(), "The most GFLOP/s of float32 multiply-adds here.");
+  m.def("read_gbs", &multihead::read_gbs, "threads"_a, "seconds"_a, nb::call_guard<nb::gil_scoped_release>(),
+        "The most GB/s of reads from memory here.");
 }

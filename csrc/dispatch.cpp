@@ -7,15 +7,15 @@
 
 namespace multihead {
 
-#define MH_DECLARE(level)                           \
-  namespace level##_float {                         \
-    bool forward(const Forward<float>& problem);    \
-    bool backward(const Backward<float>& problem);  \
-  }                                                 \
-  namespace level##_double {                        \
-    bool forward(const Forward<double>& problem);   \
-    bool backward(const Backward<double>& problem); \
+#define MH_DECLARE_OF(build, Real)                   \
+  namespace build {                                  \
+  bool forward(const Forward<Real>& problem);        \
+  bool backward(const Backward<Real>& problem);      \
+  bool second_pass(const SecondPass<Real>& problem); \
   }
+#define MH_DECLARE(level)             \
+  MH_DECLARE_OF(level##_float, float) \
+  MH_DECLARE_OF(level##_double, double)
 #if MH_HAVE_AVX512
 MH_DECLARE(avx512)
 #endif
@@ -38,6 +38,7 @@ template <typename Real>
 struct Entries {
   bool (*forward)(const Forward<Real>&);
   bool (*backward)(const Backward<Real>&);
+  bool (*second_pass)(const SecondPass<Real>&);
 };
 
 struct Level {
@@ -47,8 +48,8 @@ struct Level {
   Entries<double> of_double;
 };
 
-#define MH_ENTRIES(level) \
-  {level##_float::forward, level##_float::backward}, { level##_double::forward, level##_double::backward }
+#define MH_ENTRIES_OF(build) {build::forward, build::backward, build::second_pass}
+#define MH_ENTRIES(level) MH_ENTRIES_OF(level##_float), MH_ENTRIES_OF(level##_double)
 
 bool always() { return true; }
 #if defined(__x86_64__)
@@ -98,6 +99,10 @@ bool forward(const Forward<float>& problem) { return chosen().load()->of_float.f
 bool forward(const Forward<double>& problem) { return chosen().load()->of_double.forward(problem); }
 bool backward(const Backward<float>& problem) { return chosen().load()->of_float.backward(problem); }
 bool backward(const Backward<double>& problem) { return chosen().load()->of_double.backward(problem); }
+bool second_pass(const SecondPass<float>& problem) { return chosen().load()->of_float.second_pass(problem); }
+bool second_pass(const SecondPass<double>& problem) {
+  return chosen().load()->of_double.second_pass(problem);
+}
 
 const char* level() { return chosen().load()->name; }
 

@@ -12,7 +12,7 @@
 //
 // Bits: a row's arithmetic depends on its own scores and on the place of the block borders, which
 // are multiples of kKeys. Not on threads, batch, other rows, or on being observed.
-#include "finish.h"
+#include "decode.h"
 #include "pool.h"
 
 namespace multihead {
@@ -20,7 +20,6 @@ namespace MH_BUILD {
 namespace {
 
 constexpr int64_t kFusedBytes = 384 * 1024;  // keys and values that fit the L2 cache beside a block
-constexpr double kSerialWork = 1.0e6;  // multiply-adds under which waking a thread costs more than it gives
 
 // A block's rows and what they have gathered: one a thread.
 struct Block {
@@ -67,7 +66,7 @@ class Kernel {
       unusual = allocate<uint8_t>(threads * std::max<int64_t>(key_blocks, 1));
       return for_each(kv_heads, threads, f.interrupted, [&](int64_t kv, int thread) {
         const Packed own = packed_at(thread);
-        for (int64_t block = 0; block < key_blocks; ++block) pack(kv, block, own);
+        for (int64_t block = 0; block < key_blocks; ++block) pack(kv, block, own, thread);
         const int64_t per_kv = group / heads_together;
         for (int64_t s = kv * per_kv; s < (kv + 1) * per_kv; ++s)
           for (int64_t block = 0; block < row_blocks; ++block) attend(s, block, own, thread);
@@ -75,9 +74,10 @@ class Kernel {
     }
     packed = allocate<Real>(kv_heads * padded_keys * key_numbers);
     unusual = allocate<uint8_t>(kv_heads * std::max<int64_t>(key_blocks, 1));
-    const bool complete = for_each(kv_heads * key_blocks, threads, f.interrupted, [&](int64_t item, int) {
-      pack(item / key_blocks, item % key_blocks, packed_at(item / key_blocks));
-    });
+    const bool complete =
+        for_each(kv_heads * key_blocks, threads, f.interrupted, [&](int64_t item, int thread) {
+          pack(item / key_blocks, item % key_blocks, packed_at(item / key_blocks), thread);
+        });
     return complete && for_each(streams * row_blocks, threads, f.interrupted, [&](int64_t item, int thread) {
              // Head after head, while its keys are at hand; the last rows first, which see the most
              // keys under a causal mask, so that short work is left for the end.
@@ -97,22 +97,51 @@ class Kernel {
     scratch_numbers = ceil_div(query_numbers + kRows * kScoreRow + kRows * value_panels * kColumns, 16) * 16;
     scratch = allocate<Real>(threads * scratch_numbers);
     blocks = allocate<Block>(threads);
+    if (f.pages) plain = allocate<Real>(threads * kKeys * std::max(f.D, f.E));
     for (int t = 0; t < threads; ++t) blocks[t].log_of = {};
   }
 
-  void pack(int64_t kv, int64_t block, const Packed& to) const {
+  void pack(int64_t kv, int64_t block, const Packed& to, int thread) const {
     const int64_t b = kv / f.G, g = kv % f.G;
     const int64_t first = block * kKeys;
     const int64_t count = std::min<int64_t>(kKeys, f.S - first);
     const int64_t padded = ceil_div(count, kColumns) * kColumns;
     Real* const keys = to.numbers + first * key_numbers;
     Real* const values = keys + padded * f.D;
-    with_stored(f.stored, [&](const auto* type) {
-      pack_turned(head_of(type, f.key, b, g, first), count, f.D, keys);
-      to.unusual[block] =
-          pack_columns(head_of(type, f.value, b, g, first), count, f.E, padded, value_panels, values);
-    });
+    if (f.pages) {  // plain rows first
+      Real* const rows = plain.get() + thread * kKeys * std::max(f.D, f.E);
+      gather(f.key, f.key_scales, kv, first, count, f.D, rows);
+      pack_turned(Matrix<Real>{rows, f.D, 1}, count, f.D, keys);
+      gather(f.value, f.value_scales, kv, first, count, f.E, rows);
+      to.unusual[block] = pack_columns(Matrix<Real>{rows, f.E, 1}, count, f.E, padded, value_panels, values);
+    } else {
+      with_stored(f.stored, [&](const auto* type) {
+        pack_turned(head_of(type, f.key, b, g, first), count, f.D, keys);
+        to.unusual[block] =
+            pack_columns(head_of(type, f.value, b, g, first), count, f.E, padded, value_panels, values);
+      });
+    }
     if (f.C) pack_classes(f.classes + b * f.class_batch + first, count, padded, values);
+  }
+
+  // Rows of a cache in pages, as the core computes with them. What no row of the sequence sees is 0, and not
+  // read.
+  void gather(const Tensor& tensor, const float* scales, int64_t kv, int64_t first, int64_t count,
+              int64_t width, Real* out) const {
+    const int64_t b = kv / f.G, g = kv % f.G;
+    Span seen{f.S, 0};
+    for (int64_t i = 0; i < f.L; ++i)
+      if (const Span span = score.span_of(b, i); span.begin < span.end) seen = hull(seen, span);
+    const int64_t begin = std::clamp(seen.begin, first, first + count);
+    const int64_t end = std::clamp(seen.end, begin, first + count);
+    std::fill_n(out, count * width, Real(0));
+    with_cached(f, [&](const auto* type) {
+      each_key(type, f, tensor, b, g, begin, end, [&](const auto* row, int64_t j, int64_t page) {
+        Real* const to = out + (j - first) * width;
+        const Real scale = scales ? static_cast<Real>(scales[page]) : Real(1);
+        for (int64_t d = 0; d < width; ++d) to[d] = widen(row[d * tensor.column]) * scale;
+      });
+    });
   }
 
   // Column E + c of the value is 1 for the keys of class c.
@@ -138,7 +167,7 @@ class Kernel {
     Span some{f.S, 0};
     for (int64_t r = 0, h = first_head + first_row / f.L, i = first_row % f.L; r < n_rows; ++r) {
       row[r] = score.row_at(b, h, i);
-      if (row[r].span.begin < row[r].span.end) some = join(some, row[r].span);
+      if (row[r].span.begin < row[r].span.end) some = hull(some, row[r].span);
       if (++i == f.L) ++h, i = 0;
     }
     score.pack_queries(b, row, n_rows, query);
@@ -194,14 +223,16 @@ class Kernel {
   const int64_t group, value_panels, key_numbers, padded_keys, key_blocks, heads_together, stream_rows,
       row_blocks;
   int64_t query_numbers = 0, scratch_numbers = 0;
-  Buffer<Real> scratch, packed;
+  Buffer<Real> scratch, packed, plain;
   Buffer<uint8_t> unusual;
   Buffer<Block> blocks;
 };
 
 }  // namespace
 
-bool forward(const Forward<Real>& problem) { return Kernel(problem).run(); }
+bool forward(const Forward<Real>& problem) {
+  return decodes(problem) ? decode(problem) : Kernel(problem).run();
+}
 
 }  // namespace MH_BUILD
 }  // namespace multihead

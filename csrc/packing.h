@@ -27,6 +27,22 @@ MH_INLINE Matrix<T> head_of(const T* type, const Tensor& tensor, int64_t b, int6
   return {data + b * tensor.batch + head * tensor.head + first_row * tensor.row, tensor.row, tensor.column};
 }
 
+// Calls f(row, key, scales' index) for the keys [from, to) of a head of key or value, `row` where key's
+// numbers lie.
+template <typename T, typename F>
+MH_INLINE void each_key(const T* type, const Problem<Real>& p, const Tensor& tensor, int64_t b, int64_t g,
+                        int64_t from, int64_t to, F&& f) {
+  const T* const data = static_cast<decltype(type)>(tensor.data) + g * tensor.head;
+  if (!p.pages)
+    for (int64_t j = from; j < to; ++j) f(data + b * tensor.batch + j * tensor.row, j, int64_t{0});
+  else
+    for (int64_t j = from; j < to;) {
+      const int64_t page = p.pages[b * p.page_batch + j / p.page_size];
+      const int64_t end = std::min(to, (j / p.page_size + 1) * p.page_size);
+      for (; j < end; ++j) f(data + page * tensor.batch + j % p.page_size * tensor.row, j, page * p.G + g);
+    }
+}
+
 // Rows (count, width) to panels of kColumns rows, turned: (width, kColumns) each. `out` holds whole panels.
 template <typename T>
 void pack_turned(Matrix<T> from, int64_t count, int64_t width, Real* out) {

@@ -25,7 +25,7 @@ struct Span {
   int64_t begin, end;
 };
 
-inline Span join(Span a, Span b) { return {std::min(a.begin, b.begin), std::max(a.end, b.end)}; }
+inline Span hull(Span a, Span b) { return {std::min(a.begin, b.begin), std::max(a.end, b.end)}; }
 
 // A query row of a block.
 struct Row {
@@ -58,13 +58,15 @@ class Scores {
   // the argument of tanh.
   const Real factor;
 
+  Span span_of(int64_t b, int64_t i) const {
+    if (p.span_begin) return {p.span_begin[b * p.span_batch + i], p.span_end[b * p.span_batch + i]};
+    return {0, p.causal ? std::clamp<int64_t>(p.query_start + i + 1, 0, p.S) : p.S};
+  }
+
   Row row_at(int64_t b, int64_t h, int64_t i) const {
     Row row{};
     row.h = h, row.i = i;
-    if (p.span_begin)
-      row.span = {p.span_begin[b * p.span_batch + i], p.span_end[b * p.span_batch + i]};
-    else
-      row.span = {0, p.causal ? std::clamp<int64_t>(p.query_start + i + 1, 0, p.S) : p.S};
+    row.span = span_of(b, i);
     row.visible = hides ? 0 : std::max<int64_t>(0, row.span.end - row.span.begin);
     if (!adds && !hides) return row;
     if (p.mask.data)
@@ -87,12 +89,16 @@ class Scores {
            (row.documents && row.documents[j] != row.document);
   }
 
-  // Queries of rows (n_rows, D), times `factor`.
-  void pack_queries(int64_t b, const Row* row, int n_rows, Real* out) const {
+  // The query of a row (D,), times `factor`.
+  void pack_query(int64_t b, const Row& row, Real* out) const {
     with_stored(p.stored, [&](const auto* type) {
-      for (int r = 0; r < n_rows; ++r)
-        pack_row(head_of(type, p.query, b, row[r].h, row[r].i), p.D, factor, out + r * query_row);
+      pack_row(head_of(type, p.query, b, row.h, row.i), p.D, factor, out);
     });
+  }
+
+  // Those of rows (n_rows, D).
+  void pack_queries(int64_t b, const Row* row, int n_rows, Real* out) const {
+    for (int r = 0; r < n_rows; ++r) pack_query(b, row[r], out + r * p.D);
   }
 
   // The scores (n_rows, kScoreRow) of packed queries against a block of `padded` packed keys from `first` on,
@@ -109,7 +115,7 @@ class Scores {
       every[t] = {0, p.S};
       for (int r = begin; r < end; ++r) {
         every[t] = {std::max(every[t].begin, row[r].span.begin), std::min(every[t].end, row[r].span.end)};
-        if (row[r].span.begin < row[r].span.end) some = join(some, row[r].span);
+        if (row[r].span.begin < row[r].span.end) some = hull(some, row[r].span);
       }
       const int64_t from = std::clamp<int64_t>(some.begin - first, 0, padded) / kColumns;
       const int64_t to = ceil_div(std::clamp<int64_t>(some.end - first, 0, padded), kColumns);

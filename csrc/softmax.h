@@ -22,6 +22,47 @@ struct Gathered {
   alignas(64) double spread[kRows];   // sum of p (position - mean)^2
   int64_t argmax[kRows];
 
+  // One row of it.
+  struct OfRow {
+    Real max;
+    double total, moment, squares, mean, spread;
+    int64_t argmax;
+
+    bool empty() const { return max == -kInfinity && total == 0; }
+  };
+
+  OfRow row(int r) const { return {max[r], total[r], moment[r], squares[r], mean[r], spread[r], argmax[r]}; }
+
+  void set_row(int r, const OfRow& row) {
+    max[r] = row.max, total[r] = row.total, moment[r] = row.moment, squares[r] = row.squares;
+    mean[r] = row.mean, spread[r] = row.spread, argmax[r] = row.argmax;
+  }
+
+  // Takes in what another one, not empty, gathered from later keys. Answers what the outputs must be
+  // multiplied by.
+  struct Factors {
+    Real mine, other;
+  };
+  Factors join(int r, const OfRow& other) {
+    const Real both = std::max(max[r], other.max);
+    const double base = both == -kInfinity ? 0.0 : double(both);
+    const double mine_shift = max[r] == -kInfinity ? 0.0 : max[r] - base;
+    const double other_shift = other.max == -kInfinity ? 0.0 : other.max - base;
+    const double mine = max[r] == -kInfinity ? 0.0 : std::exp2(mine_shift);
+    const double theirs = other.max == -kInfinity ? 0.0 : std::exp2(other_shift);
+    moment[r] =
+        mine * (moment[r] + mine_shift * total[r]) + theirs * (other.moment + other_shift * other.total);
+    squares[r] = mine * mine * squares[r] + theirs * theirs * other.squares;
+    const double before = mine * total[r], weight = theirs * other.total;
+    const double distance = other.mean - mean[r], share = weight == 0 ? 0.0 : weight / (before + weight);
+    mean[r] += distance * share;
+    spread[r] = mine * spread[r] + theirs * other.spread + distance * distance * before * share;
+    // As in merge: the first NaN is the largest, else the first of equals.
+    if (total[r] == total[r] && (other.total != other.total || other.max > max[r])) argmax[r] = other.argmax;
+    total[r] = before + weight, max[r] = both;
+    return {static_cast<Real>(mine), static_cast<Real>(theirs)};
+  }
+
   void clear() {
     std::fill_n(max, kRows, -kInfinity);
     for (double* sums : {total, moment, squares, mean, spread}) std::fill_n(sums, kRows, 0.0);
@@ -33,7 +74,7 @@ struct Gathered {
   template <bool kObserve>
   void add(Real* scores, int rows, const Columns* seen, int64_t first) {
     find_top(scores, rows, seen);
-    for (int r = 0; r < kRows; r += kLanes) {
+    for (int r = 0; r < rows; r += kLanes) {
       const Reals old = load(max + r), newest = load(top + r);
       const Reals both = newest > old ? newest : old;
       const Reals base = both == -kInfinity ? Reals{} : both;

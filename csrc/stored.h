@@ -14,6 +14,15 @@ namespace MH_BUILD {
 MH_INLINE Real widen(Real x) { return x; }
 MH_INLINE void narrow(Real x, Real* to) { *to = x; }
 
+MH_INLINE Real widen(int8_t x) { return static_cast<Real>(x); }
+
+MH_INLINE Reals load(const int8_t* from) {
+  typedef int8_t Bytes __attribute__((vector_size(MH_LANES)));
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Reals);
+}
+
 #if MH_SINGLE
 struct Bfloat16 {
   uint16_t bits;
@@ -105,6 +114,13 @@ MH_INLINE auto with_stored(Stored stored, F&& f) {
 #endif
   (void)stored;
   return f(static_cast<const Real*>(nullptr));
+}
+
+// The same for the keys and values of a problem.
+template <typename F>
+MH_INLINE auto with_cached(const Problem<Real>& problem, F&& f) {
+  if (problem.key_scales) return f(static_cast<const int8_t*>(nullptr));
+  return with_stored(problem.stored, f);
 }
 
 }  // namespace MH_BUILD

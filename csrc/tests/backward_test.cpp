@@ -1,5 +1,6 @@
-// The gradients of the core against a plain loop in double, at every level, by several threads and from several
-// callers at once: the same bits each time. Built with sanitizers by `make test-cpp`, as attention_test.cpp is.
+// The gradients of the core against a plain loop in double, at every level, by several threads and from
+// several callers at once: the same bits each time. Built with sanitizers by `make test-cpp`, as
+// attention_test.cpp is.
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -53,9 +54,12 @@ struct Run {
   Run(const Case& c, unsigned seed) : c(c) {
     std::mt19937 random(seed);
     const int64_t rows = c.B * c.H * c.L;
-    in = {normal<Real>(random, rows * c.D),          normal<Real>(random, c.B * c.G * c.S * c.D),
-          normal<Real>(random, c.B * c.G * c.S * c.E), normal<Real>(random, c.H * c.L * c.S),
-          normal<Real>(random, c.H),                 normal<Real>(random, c.H)};
+    in = {normal<Real>(random, rows * c.D),
+          normal<Real>(random, c.B * c.G * c.S * c.D),
+          normal<Real>(random, c.B * c.G * c.S * c.E),
+          normal<Real>(random, c.H * c.L * c.S),
+          normal<Real>(random, c.H),
+          normal<Real>(random, c.H)};
     for (Real& x : in.slopes) x = std::abs(x) / 8;
     mask.resize(static_cast<size_t>(c.L * c.S));
     for (uint8_t& x : mask) x = random() % 3 != 0;
@@ -66,8 +70,8 @@ struct Run {
     output = unwritten(d_output);
     for (auto* x : {&lse, &max_logit, &entropy, &top, &inverse}) *x = unwritten(d_lse);
     argmax.resize(static_cast<size_t>(rows));
-    made = {unwritten(in.query), unwritten(in.key),    unwritten(in.value),
-            std::vector<Real>(in.bias.size()), unwritten(in.slopes), unwritten(in.sinks)};
+    made = {unwritten(in.query),  unwritten(in.key),  unwritten(in.value), std::vector<Real>(in.bias.size()),
+            unwritten(in.slopes), unwritten(in.sinks)};
   }
 
   template <typename Problem>
@@ -126,7 +130,8 @@ struct Run {
     for (int64_t j = 0; j < c.S; ++j) {
       if ((c.causal && j > p) || (c.masked && !mask[i * c.S + j])) continue;
       double dot = 0;
-      for (int64_t e = 0; e < c.D; ++e) dot += double(in.query[n * c.D + e]) * in.key[((b * c.G + g) * c.S + j) * c.D + e];
+      for (int64_t e = 0; e < c.D; ++e)
+        dot += double(in.query[n * c.D + e]) * in.key[((b * c.G + g) * c.S + j) * c.D + e];
       s[j] = dot * 0.3, slope[j] = 1;
       if (c.softcap != 0) {
         const double t = std::tanh(s[j] / c.softcap);
@@ -161,7 +166,9 @@ struct Run {
       if (s[j] == -INFINITY) continue;
       const double a = std::exp(s[j] - own), used = a * (1 - taken);
       double ds = used * (change[j] - inner);
-      if (c.observed) ds += used * d_lse[n] - a * d_entropy[n] * (s[j] - own + entropy) + (j == at_top ? double(d_max_logit[n]) : 0.0);
+      if (c.observed)
+        ds += used * d_lse[n] - a * d_entropy[n] * (s[j] - own + entropy) +
+              (j == at_top ? double(d_max_logit[n]) : 0.0);
       if (c.biased) d.bias[(h * c.L + i) * c.S + j] += ds;
       if (c.sloped) d.slopes[h] -= ds * std::abs(double(p - j));
       for (int64_t e = 0; e < c.D; ++e) {

@@ -12,9 +12,11 @@ from .heads.registration import register_when_loaded
 
 if TYPE_CHECKING:
     from . import nn
+    from .accounting.plan import Plan, plan
     from .core.functional import attention, explain, observe
     from .core.masking import documents_from
     from .core.merge import merge
+    from .core.pages import Pages
     from .core.sdpa import scaled_dot_product_attention
     from .core.statistics import Observation, Statistics
     from .heads.report import HeadReport, look
@@ -30,11 +32,14 @@ _HOMES = {
     "Statistics": "core.statistics",
     "Observation": "core.statistics",
     "documents_from": "core.masking",
+    "Pages": "core.pages",
     "merge": "core.merge",
     "scaled_dot_product_attention": "core.sdpa",
     "watch": "heads.watch",
     "look": "heads.report",
     "HeadReport": "heads.report",
+    "plan": "accounting.plan",
+    "Plan": "accounting.plan",
     "MultiHeadAttention": "nn.module",
 }
 
@@ -42,6 +47,8 @@ __all__ = [
     "HeadReport",
     "MultiHeadAttention",
     "Observation",
+    "Pages",
+    "Plan",
     "Statistics",
     "__version__",
     "attention",
@@ -51,6 +58,7 @@ __all__ = [
     "merge",
     "nn",
     "observe",
+    "plan",
     "scaled_dot_product_attention",
     "watch",
 ]

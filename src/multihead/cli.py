@@ -1,4 +1,4 @@
-"""The door: `multihead look MODEL` prints what every head of a model does. It prints, it computes nothing."""
+"""The door: each command parses what was asked, calls, and prints. It computes nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from multihead.interrupt import unwinding
 from multihead.show.tokens import visible
 
 if TYPE_CHECKING:
-    from multihead.heads.report import HeadReport
+    from rich.console import RenderableType
+
+    from multihead.lessons import Lesson
 
 DEFAULT_PAGE = Path("multihead-report.html")
 
@@ -80,11 +82,7 @@ def look_command(
     """Show what every attention head of a model does."""
     reading = _text(source, text, file)
     chosen_layers, chosen_heads = _layers(layers), _heads(heads)
-    outputs = [path for path in (json, csv, html) if path is not None]
-    for path in outputs:
-        _check_writable(path)
-    if len({path.resolve() for path in outputs}) < len(outputs):
-        _refuse("two outputs have the same path")
+    outputs = _outputs(json, csv, html)
     with _progress() as tell:
         tell("loading PyTorch", None)
         from multihead.heads.errors import ModelError
@@ -110,17 +108,233 @@ def look_command(
             _refuse(f"this needs {error.name}: pip install 'multihead[look]'")
         except (ModelError, ReportError) as error:
             _refuse(str(error))
-    _print(report, outputs)
+    from multihead.show.text import summary
+
+    _show(summary(report), outputs)
 
 
-def _print(report: HeadReport, outputs: list[Path]) -> None:
+@app.command(
+    "bench",
+    epilog="Exit codes: 0 done, 1 a candidate's numbers are wrong (its ratio is left out), 2 input that cannot be used,"
+    " 130 Ctrl-C.",
+)
+def bench_command(
+    only: Annotated[str, typer.Option(help="Only these sections: prefill,decode,window,small,half,width,train.")] = "",
+    seconds: Annotated[float, typer.Option(min=0.0, help="Calling time of each candidate on each shape.")] = 1.0,
+    peers: Annotated[str, typer.Option(help="Only these peers: torch,eager,flex,ort-mha,ort-gqa,jax.")] = "",
+    json: Annotated[Path | None, typer.Option(help="Write everything as JSON.")] = None,
+) -> None:
+    """Measure attention against the libraries that are installed, in one run."""
+    if json is not None:
+        _check_writable(json)
+    out = sys.stdout
+
+    def show(text: str) -> None:
+        # On a terminal rich puts the line above its bar; a pipe gets it straight.
+        print(text, file=None if out.isatty() else out, flush=True)
+
+    with _progress() as tell:
+        tell("loading PyTorch", None)
+        from multihead.bench.peers import peers as peers_of
+        from multihead.bench.run import run
+        from multihead.bench.shapes import sections as sections_of
+        from multihead.bench.table import Table
+        from multihead.heads.files import write_whole
+
+        try:
+            sections, chosen = sections_of(_names(only)), peers_of(_names(peers))
+        except ValueError as error:
+            _refuse(str(error))
+        with unwinding():
+            report = run(sections, chosen, seconds=seconds, tell=tell, listener=Table(show))
+            if json is not None:
+                write_whole(json, report.as_json())
+    for name, reason in report.absent.items():
+        print(f"without {name}: {reason}")
+    if json is not None:
+        print(json)
+    for wrong in report.wrong:
+        print(f"multihead: {visible(wrong)}", file=sys.stderr)
+    if report.wrong:
+        raise typer.Exit(1)
+
+
+@app.command("plan", epilog="Exit codes: 0 done, 2 input that cannot be used (one line says why), 130 Ctrl-C.")
+def plan_command(
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL...", help="Known models (gpt2, llama-3-8b, ...), config.json files or folders."),
+    ],
+    context: Annotated[
+        str | None, typer.Option(help="Tokens of a text: 8192, 128K; else as the model was made.")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Texts at once.")] = 1,
+    dtype: Annotated[str, typer.Option(help="How weights are kept: f32, bf16, f16, fp8, int8, int4.")] = "bf16",
+    cache_dtype: Annotated[str | None, typer.Option(help="How keys and values are kept; else as weights are.")] = None,
+    kv_heads: Annotated[str, typer.Option(help="Numbers of key/value heads to compare: 1,8,32.")] = "",
+    memory: Annotated[str | None, typer.Option(help="Room for weights and cache: 24GB; else the device's.")] = None,
+    device: Annotated[
+        str, typer.Option(help="Whose peaks: a100, h100, h200, l40s, mi300x, rtx-4090, or here to measure.")
+    ] = "h100",
+    flops: Annotated[str | None, typer.Option(help="FLOP/s in place of the device's: 989T.")] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="Bytes/s in place of the device's: 3.35T.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything as JSON.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the figures as CSV.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw them: .png, .svg or .pdf.")] = None,
+) -> None:
+    """Tell what a model costs: parameters, FLOPs, bytes, the cache, what bounds it and what fits."""
+    from multihead.accounting.fields import ConfigError
+    from multihead.accounting.plan import plan, write_csv, write_json
+    from multihead.show import costs
+    from multihead.show import plot as pictures
+
+    outputs = _outputs(json, csv, plot)
+    if plot is not None and plot.suffix.lower() not in pictures.SUFFIXES:
+        _refuse(f"--plot: expected a name that ends in {', '.join(pictures.SUFFIXES)}, got {plot}")
+    heads = _counts("kv-heads", kv_heads) if kv_heads else None
+    try:
+        plans = [
+            plan(
+                model,
+                context=context,
+                batch=batch,
+                dtype=dtype,
+                cache_dtype=cache_dtype,
+                kv_heads=heads,
+                device=device,
+                flops=flops,
+                bandwidth=bandwidth,
+                memory=memory,
+            )
+            for model in models
+        ]
+        if json is not None:
+            write_json(plans, json)
+        if csv is not None:
+            write_csv(plans, csv)
+        if plot is not None:
+            pictures.draw_costs(plans, plot)
+    except ModuleNotFoundError as error:
+        _refuse(f"this needs {error.name}: pip install 'multihead[plot]'")
+    except ConfigError as error:
+        _refuse(str(error))
+    _show(costs.report(plans[0]) if len(plans) == 1 else costs.comparison(plans, heads is not None), outputs)
+
+
+@app.command("params", epilog="Exit codes: 0 done, 2 input that cannot be used (one line says why), 130 Ctrl-C.")
+def params_command(
+    d_model: Annotated[int, typer.Option(help="Width of the model.")] = 512,
+    heads: Annotated[str, typer.Option(help="Numbers of heads to compare.")] = "1,2,4,8,16",
+    bias: Annotated[bool, typer.Option("--bias", help="Give the four projections biases.")] = False,
+    dtype: Annotated[str, typer.Option(help="How parameters are kept: f32, bf16, f16, fp8, int8, int4.")] = "f32",
+) -> None:
+    """Show that neither parameters nor multiplications depend on the number of heads."""
+    from multihead.accounting.fields import ConfigError
+    from multihead.accounting.layer import layer_costs
+    from multihead.show.costs import layer_table
+
+    try:
+        rows = layer_costs(d_model, _counts("heads", heads), bias=bias, dtype=dtype)
+    except ConfigError as error:
+        _refuse(str(error))
+    _show(layer_table(rows), [])
+
+
+@app.command("lesson", epilog="Exit codes: 0 done, 2 input that cannot be used (one line says why), 130 Ctrl-C.")
+def lesson_command(
+    name: Annotated[str, typer.Argument(metavar="[NAME]", help="A lesson; none lists them.")] = "",
+    every: Annotated[bool, typer.Option("--all", help="Run all lessons, one after another.")] = False,
+    code: Annotated[bool, typer.Option("--code", help="Show the code that makes the numbers too.")] = False,
+    pictures: Annotated[Path | None, typer.Option(help="A folder for the lesson's pictures, as SVG.")] = None,
+) -> None:
+    """Run a lesson of the chapter on multi-head attention."""
+    from multihead.heads.models import ALIASES
+    from multihead.lessons import LESSONS, terminal
+
+    if name and every:
+        _refuse("give a lesson or --all, not both")
+    if name and name not in LESSONS:
+        _refuse(f"no lesson {name!r}; there are: {', '.join(LESSONS)}")
+    if pictures is not None and not pictures.is_dir():
+        _refuse(f"--pictures: expected a folder, got {pictures}")
+    if not name and not every:
+        missing = {alias: found.install for alias, found in ALIASES.items() if found.find() is None}
+        _show(terminal.contents(LESSONS.values(), missing), [])
+        return
+    failed = [_run_lesson(lesson, code, pictures) for lesson in (LESSONS.values() if every else [LESSONS[name]])]
+    if any(failed):
+        raise typer.Exit(2)
+
+
+def _run_lesson(lesson: Lesson, code: bool, pictures: Path | None) -> bool:
+    """Print a lesson while it runs; says whether it had to stop."""
     from rich.text import Text
 
-    from multihead.show.text import summary
+    from multihead.heads.errors import ModelError
+    from multihead.heads.files import write_whole
+    from multihead.lessons import Cell, terminal
+
+    console = Console(highlight=False)
+    console.on_broken_pipe = _broken_pipe
+    console.width = min(console.width, terminal.WIDTH)
+    console.print(terminal.opening(lesson))
+
+    def before(cell: Cell) -> None:
+        console.print(terminal.prose(cell))
+        if code and cell.code:
+            console.print(terminal.code(cell))
+
+    try:
+        with unwinding():
+            for step in lesson.run(before=before):
+                if step.output.strip():
+                    console.print(terminal.output(step.output), soft_wrap=True)
+                if pictures is not None:
+                    for picture in step.pictures:
+                        write_whole(pictures / picture.name, picture.svg)
+                        console.print(Text(f"\n  {pictures / picture.name}"), soft_wrap=True)
+    except ModuleNotFoundError as error:
+        stopped = f"this needs {error.name}: pip install 'multihead[look]'"
+    except (ModelError, OSError) as error:
+        stopped = str(error)
+    else:
+        console.print()
+        return False
+    console.print()
+    print(f"multihead: lesson {lesson.name} stops here: {visible(stopped)}", file=sys.stderr)
+    return True
+
+
+def _names(listed: str) -> list[str] | None:
+    """Return the names of a list such as prefill,decode; None for all."""
+    return [name.strip() for name in listed.split(",")] if listed else None
+
+
+def _outputs(*paths: Path | None) -> list[Path]:
+    """Return the files that are wanted, after a check that each can be written."""
+    outputs = [path for path in paths if path is not None]
+    for path in outputs:
+        _check_writable(path)
+    if len({path.resolve() for path in outputs}) < len(outputs):
+        _refuse("two outputs have the same path")
+    return outputs
+
+
+def _counts(option: str, listed: str) -> list[int]:
+    """Return the numbers of a list such as 1,8,32."""
+    parts = [part.strip() for part in listed.split(",")]
+    if not all(re.fullmatch(r"\d{1,6}", part, re.ASCII) for part in parts):
+        _refuse(f"--{option}: expected numbers such as 1,8,32, got {listed!r}")
+    return [int(part) for part in parts]
+
+
+def _show(shown: RenderableType, outputs: list[Path]) -> None:
+    """Print what there is to see, then the files that were written, a line each."""
+    from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=False)
     console.on_broken_pipe = _broken_pipe  # rich would end with code 1
-    console.print(summary(report))
+    console.print(shown)
     for path in outputs:
         console.print(Text(str(path)), soft_wrap=True)
 

@@ -32,7 +32,7 @@ def poisoned(monkeypatch):
 
     def filled(*shape, **options):
         tensor = empty(*shape, **options)
-        return tensor.fill_(math.nan if tensor.dtype.is_floating_point else -(2**62))
+        return tensor.fill_(math.nan if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).min // 2)
 
     monkeypatch.setattr(native.torch, "empty", filled)
 

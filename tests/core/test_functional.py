@@ -75,8 +75,9 @@ def test_native_is_chosen_where_it_can_serve(lab, monkeypatch):
         functional.choose(problem, None, "native")
 
 
-def test_gradients_take_the_tiled_path(lab, monkeypatch):
+def test_gradients_take_the_path_that_has_them(lab, monkeypatch):
     monkeypatch.setattr(native, "can_use", lambda problem, statistics: None)
+    monkeypatch.setattr(native, "can_use_backward", lambda problem, statistics: "it rains")
     query, key, value = lab.tensors()
     problem = lab.problem(query, key, value, sinks=ones(6, requires_grad=True))
     assert functional.choose(problem, None) == "tiled"

@@ -41,6 +41,43 @@ def test_many_python_threads_at_once():
         torch.set_num_threads(before)
 
 
+def test_threads_are_changed_while_others_compute():
+    expected = [mh.attention(*inputs(seed, n=701), impl="native") for seed in range(3)]
+    done = threading.Event()
+
+    def change():
+        n = 0
+        while not done.is_set():
+            n += 1
+            torch.set_num_threads(1 + n % 5)
+
+    before = torch.get_num_threads()
+    changer = threading.Thread(target=change)
+    changer.start()
+    try:
+        with ThreadPoolExecutor(3) as pool:
+            work = [pool.submit(mh.attention, *inputs(n % 3, n=701), impl="native") for n in range(30)]
+            for n, result in enumerate(work):
+                assert torch.equal(result.result(), expected[n % 3])
+    finally:
+        done.set()
+        changer.join()
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("n", [1, 300])
+def test_more_threads_than_work_or_cores(n):
+    query, key, value = inputs(0, n)
+    expected = mh.attention(query, key, value, impl="native")
+    before = torch.get_num_threads()
+    try:
+        for threads in (3, 33):
+            torch.set_num_threads(threads)
+            assert torch.equal(mh.attention(query, key, value, impl="native"), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_other_python_threads_run_meanwhile():
     ticks = []
     stop = threading.Event()
@@ -77,6 +114,34 @@ def test_a_forked_child_computes():
     assert done.stdout == "both\n", done.stderr
 
 
+def test_children_forked_while_other_threads_compute():
+    """A fork may come while a team of threads is at work and a lock is held: the children have none of them."""
+    done = run(
+        "import os, threading, torch, multihead as mh\n"
+        "torch.set_num_threads(2)\n"
+        "x = torch.randn(2, 4, 600, 32)\n"
+        "expected = mh.attention(x, x, x, impl='native')\n"
+        "stop = threading.Event()\n"
+        "def work():\n"
+        "    while not stop.is_set(): mh.attention(x, x, x, impl='native')\n"
+        "workers = [threading.Thread(target=work) for _ in range(2)]\n"
+        "for worker in workers: worker.start()\n"
+        "for _ in range(5):\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        grandchild = os.fork()\n"
+        "        same = memoryview(mh.attention(x, x, x, impl='native').numpy()) == memoryview(expected.numpy())\n"
+        "        if grandchild: same = same and os.waitpid(grandchild, 0)[1] == 0\n"
+        "        os._exit(0 if same else 1)\n"
+        "    assert os.waitpid(child, 0)[1] == 0\n"
+        "stop.set()\n"
+        "for worker in workers: worker.join()\n"
+        "assert torch.equal(mh.attention(x, x, x, impl='native'), expected)\n"
+        "print('all')\n"
+    )
+    assert done.stdout == "all\n", done.stderr
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_ctrl_c_stops_a_long_call(threads):
     done = run(
@@ -96,6 +161,31 @@ def test_ctrl_c_stops_a_long_call(threads):
         "                           torch.nn.functional.scaled_dot_product_attention(y, y, y))\n"
     )
     assert done.returncode == 0 and done.stdout == "stopped\n", done.stderr
+
+
+def test_ctrl_c_stops_the_main_thread_only():
+    done = run(
+        "import os, signal, threading, torch, multihead as mh\n"
+        "torch.set_num_threads(2)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "y = torch.randn(1, 2, 2048, 64)\n"
+        "expected = mh.attention(y, y, y, impl='native')\n"
+        "results = []\n"
+        "stop = threading.Event()\n"
+        "def work():\n"
+        "    while not stop.is_set(): results.append(torch.equal(mh.attention(y, y, y, impl='native'), expected))\n"
+        "other = threading.Thread(target=work)\n"
+        "other.start()\n"
+        "x = torch.zeros(1, 1, 1, 64).expand(1, 4, 65536, 64)\n"
+        "threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
+        "try:\n"
+        "    mh.attention(x, x, x, impl='native')\n"
+        "except KeyboardInterrupt:\n"
+        "    stop.set()\n"
+        "    other.join()\n"
+        "    print('stopped', all(results) and len(results) > 0)\n"
+    )
+    assert done.returncode == 0 and done.stdout == "stopped True\n", done.stderr
 
 
 def test_memory_grows_with_the_text_not_with_its_square():
@@ -124,6 +214,27 @@ def test_a_request_for_more_memory_than_there_is_says_so():
         "    print('no memory')\n"
     )
     assert done.stdout == "no memory\n", done.stderr
+
+
+def test_memory_that_the_system_refuses():
+    """A limit that a small call fits in and a large one does not, and a small one after it again."""
+    done = run(
+        "import resource, torch, multihead as mh\n"
+        "y = torch.randn(1, 2, 300, 64)\n"
+        "torch.set_num_threads(2)\n"
+        "expected = mh.attention(y, y, y, impl='native')\n"
+        "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (size + 2**28, size + 2**28))\n"
+        "x = torch.zeros(1, 1, 1, 1).expand(1, 1, 2**21, 64)\n"  # the packed keys and values take 1 GiB
+        "for threads in (2, 1, 2):\n"
+        "    torch.set_num_threads(threads)\n"
+        "    try:\n"
+        "        mh.attention(x[:, :, :1], x, x, impl='native')\n"
+        "    except MemoryError as error:\n"
+        "        print('no memory', bool(str(error)))\n"
+        "    assert torch.equal(mh.attention(y, y, y, impl='native'), expected)\n"
+    )
+    assert done.returncode == 0 and done.stdout == "no memory True\n" * 3, done.stderr
 
 
 def test_level_can_be_chosen_by_name():

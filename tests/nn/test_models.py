@@ -1,4 +1,4 @@
-"""The layer against the attention of published models, with their random weights: every option as someone else built it."""
+"""The layer against the attention of published models, with random weights: every option as others built it."""
 
 from __future__ import annotations
 

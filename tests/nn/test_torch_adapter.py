@@ -286,7 +286,7 @@ def test_half_precision_keeps_its_type(dtype):
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("norm_first", BOOLS)
 def test_inside_pytorchs_own_transformer(mode, norm_first):
-    """Swapped into nn.TransformerEncoder it is called, in evaluation too, where PyTorch has a kernel that would pass it by."""
+    """Swapped in it is called, in evaluation too, where PyTorch has a kernel that would pass it by."""
     encoder = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(20, 4, 30, dropout=0.0, batch_first=True, norm_first=norm_first), 2,
         enable_nested_tensor=False,
@@ -348,9 +348,9 @@ def test_built_on_the_librarys_attention():
         ({"key": torch.randn(S, 4, WIDTH)}, ValueError, r"key: expected \(S, N, 15\), N=2, got \(7, 4, 15\)"),
         ({"value": torch.randn(6, N, WIDTH)}, ValueError, r"value: expected \(S, N, 15\), S=7, N=2, got \(6, 2, 15\)"),
         ({"key": torch.randn(S, WIDTH)}, ValueError, r"key: expected \(S, N, 15\)"),
-        ({"attn_mask": torch.zeros(S, L)}, ValueError, r"attn_mask: expected \(L, S\) or \(N \* num_heads, L, S\) = \(3, 7\)"),
+        ({"attn_mask": torch.zeros(S, L)}, ValueError, r"attn_mask: expected .* = \(3, 7\) or \(10, 3, 7\)"),
         ({"attn_mask": torch.zeros(L, S).int()}, TypeError, "attn_mask: expected bool, True = hidden"),
-        ({"key_padding_mask": torch.zeros(S, N)}, ValueError, r"key_padding_mask: expected \(N, S\) = \(2, 7\), got \(7, 2\)"),
+        ({"key_padding_mask": torch.zeros(S, N)}, ValueError, r"expected \(N, S\) = \(2, 7\), got \(7, 2\)"),
         ({"is_causal": True}, RuntimeError, "is_causal: expected attn_mask with it"),
     ],
 )  # fmt: skip

@@ -5,12 +5,18 @@ In IEEE arithmetic 0 * NaN is NaN, so a weight of 0 does not keep a NaN out of a
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+_functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+
 
 def is_finite(x: Tensor | None) -> bool:
-    """Whether every number is finite; what is absent is."""
+    """Whether every number is finite; what is absent is. Under a transform of torch.func, of every sample."""
+    while x is not None and _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
     # The sum of finite numbers may overflow, which costs a second look and nothing else.
     return x is None or bool(x.sum().isfinite()) or bool(x.isfinite().all())
 

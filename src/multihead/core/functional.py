@@ -8,21 +8,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import native, reference, tiled
+from . import autograd, ops, paths, tiled
 from .axes import check_broadcast, check_integers, check_shape
-from .masking import Visibility
+from .masking import Visibility, check_lengths
+from .pages import Pages
+from .paths import choose, why_not_native
 from .problem import Problem
 from .statistics import Observation, Statistics
 
 Window = tuple[int | None, int | None]
-_IMPLEMENTATIONS = {"native": native.forward, "tiled": tiled.forward, "reference": reference.forward}
 _OPEN: Window = (None, None)
 
 
 def attention(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Pages,
+    value: Tensor | Pages,
     *,
     causal: bool = False,
     window: Window | None = None,
@@ -45,7 +46,7 @@ def attention(
     Args:
         query: (B, H, L, D), float.
         key: (B, G, S, D); G divides H, and query head h reads key/value head h // (H // G).
-        value: (B, G, S, E).
+        value: (B, G, S, E). Key and value may be `Pages` of a cache too.
         causal: query i sees keys j <= p, where p = query_start + i is its position among the keys.
         window: (left, right), a query sees p - left <= j <= p + right; None is an open side.
         mask: bool, broadcasts to (B, H, L, S); True = may attend.
@@ -84,8 +85,8 @@ def attention(
 
 def observe(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Pages,
+    value: Tensor | Pages,
     *,
     statistics: Statistics | None = None,
     impl: str = "auto",
@@ -114,8 +115,8 @@ def observe(
 
 def explain(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Pages,
+    value: Tensor | Pages,
     *,
     statistics: Statistics | None = None,
     impl: str = "auto",
@@ -149,36 +150,22 @@ def explain(
 
 
 def run(problem: Problem, statistics: Statistics | None, impl: str = "auto") -> Observation:
-    """Compute a checked problem on the path that `choose` says."""
-    return _IMPLEMENTATIONS[choose(problem, statistics, impl)](problem, statistics)
-
-
-def choose(problem: Problem, statistics: Statistics | None, impl: str = "auto") -> str:
-    """The path that serves a problem: "native" where it can, else "tiled"; "reference" only when asked.
-
-    Raises:
-        ValueError: `impl` is unknown, or forced and cannot serve.
-    """
-    if impl == "auto":
-        return "native" if why_not_native(problem, statistics) is None else "tiled"
-    if impl not in _IMPLEMENTATIONS:
-        raise ValueError(f"impl: expected 'auto', 'native', 'tiled' or 'reference', got {impl!r}")
-    if impl == "native" and (reason := why_not_native(problem, statistics)) is not None:
-        raise ValueError(f"impl: 'native' cannot serve this call: {reason}")
-    return impl
-
-
-def why_not_native(problem: Problem, statistics: Statistics | None) -> str | None:
-    """Why the compiled core cannot serve a call, or None when it can."""
-    if problem.needs_gradients:
-        return "an input needs gradients, and the compiled core has no backward yet"
-    return native.can_use(problem, statistics)
+    """Compute a problem on the path that `choose` says; while a graph is traced, as one operator of it."""
+    if ops.is_traced(problem.query):
+        return ops.run(problem.plain(), statistics, impl)
+    recorded = autograd.is_recorded(problem)
+    path = choose(problem, statistics, impl, recorded)
+    if recorded or path != "native":
+        problem = problem.plain()
+    if recorded and path != "reference":
+        return autograd.forward(path, problem, statistics)
+    return paths.forward(path, problem, statistics)
 
 
 def build_problem(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Tensor | Pages,
+    value: Tensor | Pages,
     *,
     causal: bool = False,
     window: Window | None = None,
@@ -200,6 +187,12 @@ def build_problem(
     Raises:
         ValueError, TypeError: naming the argument, what was expected and what came.
     """
+    pages = None
+    if isinstance(key, Pages) or isinstance(value, Pages):
+        pages = _check_pages(query, key, value)
+        key, value = (x.shaped(query) for x in pages)
+    else:
+        query, key, value = _cast_by_autocast(query, key, value)
     sizes = _check_inputs(query, key, value)
     B, H, L, S = sizes["B"], sizes["H"], sizes["L"], sizes["S"]
     device = query.device
@@ -233,7 +226,8 @@ def build_problem(
         if not 0 <= dropout_p <= 1:
             raise ValueError(f"dropout_p: expected a share from 0 to 1, got {dropout_p}")
         if dropout_seed is None:
-            dropout_seed = int(torch.randint(0, 2**63 - 1, ()))
+            drawn = torch.randint(0, 2**63 - 1, ())
+            dropout_seed = drawn if ops.is_traced(query) else int(drawn)  # type: ignore[assignment]
     start = S - L if query_start is None and lengths is None else _check_start(query_start, lengths, device, sizes)
     window = _OPEN if window is None else _check_window(window)
     visibility = Visibility(
@@ -241,7 +235,33 @@ def build_problem(
     )  # fmt: skip
     if scale is None:
         scale = 1 / math.sqrt(sizes["D"]) if sizes["D"] else 1.0
-    return Problem(query, key, value, visibility, scale, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed)
+    if pages is not None and device.type == "cpu":
+        begin, end = visibility.bounds()
+        for name, x in zip(("key", "value"), pages, strict=True):
+            x.check_table(name, begin.amin(1) if L else begin.new_zeros(1), end.amax(1) if L else end.new_zeros(1))
+    return Problem(
+        query, key, value, visibility, scale, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed, pages
+    )  # fmt: skip
+
+
+def _check_pages(query: Tensor, key: Tensor | Pages, value: Tensor | Pages) -> tuple[Pages, Pages]:
+    """Check that both are in pages, of numbers that go with the query's."""
+    for name, x in (("key", key), ("value", value)):
+        if not isinstance(x, Pages):
+            raise TypeError(f"{name}: expected Pages, as the other of key and value is, got {type(x).__name__}")
+        if x.scales is None and x.data.dtype is not query.dtype:
+            raise TypeError(f"{name}: expected pages of {query.dtype}, as query is, or of int8, got {x.data.dtype}")
+    assert isinstance(key, Pages) and isinstance(value, Pages)
+    return key, value
+
+
+def _cast_by_autocast(*tensors: Tensor) -> Sequence[Tensor]:
+    """Inside torch.autocast, queries, keys and values in its type, as PyTorch casts those of its own attention."""
+    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    narrow = torch.get_autocast_dtype(kind)
+    return [x.to(narrow) if x.is_floating_point() and x.dtype is not torch.float64 else x for x in tensors]
 
 
 def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> dict[str, int]:
@@ -302,9 +322,9 @@ def _check_lengths(lengths: Tensor | Sequence[int], device: torch.device, sizes:
     check_shape("key_lengths", tensor, "B", sizes)
     if tensor.numel():
         check_integers("key_lengths", tensor)
-    # Only on a CPU: elsewhere a look at the values would stop the device.
-    if device.type == "cpu" and ((tensor < 0) | (tensor > sizes["S"])).any():
-        raise ValueError(f"key_lengths: expected lengths from 0 to S={sizes['S']}, got {tensor.tolist()}")
+    # In a graph and in a transform there are no values yet: whoever computes the problem looks at them.
+    if not ops.is_traced(tensor) and not autograd.is_transformed():
+        check_lengths(tensor, sizes["S"])
     return tensor.to(torch.int64)
 
 
@@ -313,7 +333,9 @@ def _check_start(
 ) -> int | Tensor:
     if isinstance(start, Tensor):
         if start.ndim == 0:
-            return int(start)
+            if not ops.is_traced(start) and not autograd.is_transformed():
+                return int(start)
+            start = start.expand(sizes["B"])
         check_shape("query_start", start, "B", sizes)
         check_integers("query_start", start)
         return start.to(device, torch.int64)

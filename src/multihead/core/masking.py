@@ -7,6 +7,7 @@ to document_ids[p], query_mask[i].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from .axes import Index, check_integers, positions_of, take
 
 ALL = slice(None)
+# The fields of a Visibility that may be tensors.
+TENSORS = ("query_start", "key_lengths", "mask", "document_ids", "query_mask", "runs")
 _ROWS_AT_ONCE = 1 << 22  # cells of a caller's mask looked at together
 
 
@@ -31,6 +34,8 @@ class Visibility:
         mask: bool, (B|1, H|1, L|1, S|1), True = may attend.
         document_ids: (B, S), -1 = padding; a query belongs to the document at its position.
         query_mask: (B, L), False = a row that sees nothing and enters no statistic.
+        runs: (B|1, L, 2), a row sees the keys from its first number up to its second: for rules that no other
+            field can say.
     """
 
     B: int
@@ -45,6 +50,7 @@ class Visibility:
     document_ids: Tensor | None = None
     query_mask: Tensor | None = None
     device: torch.device | str = "cpu"
+    runs: Tensor | None = None
 
     @property
     def is_full(self) -> bool:
@@ -63,8 +69,21 @@ class Visibility:
             and self.key_lengths is None
             and self.query_mask is None
             and self.document_ids is None
+            and self.runs is None
             and self.window == (None, None)
         )
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What the rules hold as tensors, the batch first in each, in the order of `TENSORS`."""
+        start = self.query_start if isinstance(self.query_start, Tensor) else None
+        return (start, self.key_lengths, self.mask, self.document_ids, self.query_mask, self.runs)
+
+    def with_tensors(self, tensors: Sequence[Tensor | None], B: int) -> Visibility:
+        """The same rules with other tensors, for B sequences."""
+        given = dict(zip(TENSORS, tensors, strict=True))
+        if given["query_start"] is None:
+            del given["query_start"]
+        return replace(self, B=B, **given)
 
     def sequence(self, batch: slice) -> Visibility:
         """The same for some of the sequences."""
@@ -78,6 +97,7 @@ class Visibility:
             mask=None if self.mask is None else take(self.mask, 0, batch),
             document_ids=None if self.document_ids is None else self.document_ids[batch],
             query_mask=None if self.query_mask is None else self.query_mask[batch],
+            runs=None if self.runs is None else take(self.runs, 0, batch),
         )
 
     def positions(self, rows: Index = ALL) -> Tensor:
@@ -122,6 +142,9 @@ class Visibility:
             visible = visible & self._same_document(p, j)
         if self.query_mask is not None:
             visible = visible & take(self.query_mask, 1, rows)[:, :, None]
+        if self.runs is not None:
+            begin, end = take(self.runs, 1, rows)[:, :, None].unbind(-1)
+            visible = visible & (j >= begin) & (j < end)
         return visible
 
     def _same_document(self, p: Tensor, j: Tensor) -> Tensor:
@@ -154,6 +177,8 @@ class Visibility:
             begin, end = torch.maximum(begin, first), torch.minimum(end, last)
         if self.query_mask is not None:
             end = torch.where(self.query_mask, end, 0)
+        if self.runs is not None:
+            begin, end = torch.maximum(begin, self.runs[:, :, 0]), torch.minimum(end, self.runs[:, :, 1])
         return _tidy(begin, end)
 
     def spans(self) -> tuple[Tensor, Tensor] | None:
@@ -263,6 +288,16 @@ def _mask_runs(mask: Tensor, S: int) -> tuple[Tensor, Tensor] | None:
     if not begins:
         return None
     return torch.cat(begins, 1), torch.cat(ends, 1)
+
+
+def check_lengths(lengths: Tensor, S: int) -> None:
+    """Check lengths of keys (B,) by their values; only on a CPU, since elsewhere a look at them would stop the device.
+
+    Raises:
+        ValueError: one is not from 0 to S.
+    """
+    if lengths.device.type == "cpu" and ((lengths < 0) | (lengths > S)).any():
+        raise ValueError(f"key_lengths: expected lengths from 0 to S={S}, got {lengths.tolist()}")
 
 
 def documents_from(cu_seqlens: Tensor, total: int | None = None) -> Tensor:

@@ -38,6 +38,12 @@ def can_use(problem: Problem, statistics: Statistics | None) -> str | None:
         return f"the compiled core runs on the CPU, and query is on {p.query.device}"
     if p.query.dtype not in _STORED:
         return f"the compiled core is for float64, float32, bfloat16 and float16, and query is {p.query.dtype}"
+    if p.pages is not None:
+        key, value = p.pages
+        if key.table is not value.table or key.data.shape[:3] != value.data.shape[:3]:
+            return "key and value do not have the same pages"
+        if key.data.dtype is not value.data.dtype:
+            return f"key pages are {key.data.dtype} and value pages {value.data.dtype}"
     if p.dropout_p:
         return "dropout is not in the compiled core yet"
     return None
@@ -177,7 +183,14 @@ class _Written:
     def __init__(self, problem: Problem) -> None:
         assert core is not None
         p, visibility = problem, problem.visibility
-        self.tensors = [_plain(x) for x in (p.query, p.key, p.value)]
+        table = key_scales = value_scales = None
+        key, value, page = p.key, p.value, 0
+        if p.pages is not None:
+            table, page = p.pages[0].table.to(torch.int32).contiguous(), p.pages[0].page
+            key_scales, value_scales = (None if x.scales is None else x.scales.contiguous() for x in p.pages)
+            key, value = (x.data for x in p.pages)
+        self.pages = (table, key_scales, value_scales)
+        self.tensors = [_plain(x) for x in (p.query, key, value)]
         self.begin = self.end = self.mask = self.bias = self.slopes = self.positions = None
         self.documents: tuple[Tensor | None, Tensor | None] = (None, None)
         causal, start = False, 0
@@ -212,6 +225,9 @@ class _Written:
             (_address(self.slopes), _address(self.positions)),
             p.scale,
             p.softcap or 0.0,
+            tuple(map(_address, self.pages)),
+            0 if table is None else table.shape[1],
+            page,
         )
 
 
@@ -227,7 +243,7 @@ def _class_batch(p: Problem, classes: Tensor | None) -> int:
 def _named(p: Problem, statistics: Statistics, found: dict[str, Tensor]) -> dict[str, Tensor]:
     """What the core filled, and what is made from that, in the order asked."""
     lse = found["lse"]
-    found |= tiled.gathered(p, statistics, lse)
+    found |= tiled.gathered(p.plain(), statistics, lse)
     if p.sinks is not None:
         found["lse"] = torch.logaddexp(lse, p.sinks.detach().to(lse.dtype)[:, None])
     names = (*statistics.asked, "sink_mass") if p.sinks is not None else statistics.asked

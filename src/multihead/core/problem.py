@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .axes import Index, take
 from .masking import ALL, Visibility
+from .pages import Pages
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Problem:
         bias: float (B|1, H|1, L|1, S|1), or None; a cell of -inf is invisible.
         alibi_slopes: (H,), or None; adds -slope * |p - j|.
         sinks: (H,), or None; one more logit a row that takes weight and gives no value.
-        dropout_p, dropout_seed: the share of weights dropped and the seed that says which.
+        dropout_p, dropout_seed: the share of weights dropped and the seed that says which, a tensor () in a graph.
+        pages: key and value as pages of a cache; `key` and `value` then only have the shapes (`plain` fills them).
     """
 
     query: Tensor
@@ -39,6 +41,7 @@ class Problem:
     sinks: Tensor | None = None
     dropout_p: float = 0.0
     dropout_seed: int | None = None
+    pages: tuple[Pages, Pages] | None = None
 
     @property
     def B(self) -> int:
@@ -67,6 +70,13 @@ class Problem:
     @property
     def E(self) -> int:
         return self.value.shape[3]
+
+    def plain(self) -> Problem:
+        """The same problem with its pages gathered."""
+        if self.pages is None:
+            return self
+        key, value = (x.dense(self.query.dtype) for x in self.pages)
+        return replace(self, key=key, value=value, pages=None)
 
     @property
     def group(self) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import dropout
 from .axes import positions_of
+from .finite import is_finite
 from .masking import ALL
 from .problem import Problem
 from .statistics import Observation, Statistics, finish
@@ -103,7 +104,7 @@ def _repeat(x: Tensor, p: Problem) -> Tensor:
 
 
 def _dot(query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
-    if query.isfinite().all() and key.isfinite().all():
+    if is_finite(query) and is_finite(key):
         return torch.einsum("bhld,bhsd->bhls", query, key)
     # 0 * NaN is NaN, so what is invisible is taken out cell by cell, before it is multiplied.
     cell = visible[..., None]
@@ -111,7 +112,7 @@ def _dot(query: Tensor, key: Tensor, visible: Tensor) -> Tensor:
 
 
 def _weighted_sum(weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    if value.isfinite().all():
+    if is_finite(value):
         return torch.einsum("bhls,bhse->bhle", weights, value)
     return (weights[..., None] * torch.where(visible[..., None], value[:, :, None], 0)).sum(-2)
 

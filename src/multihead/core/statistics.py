@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -115,6 +116,16 @@ class Statistics:
         put(self, "offsets", offsets)
         put(self, "pairs", tuple(_integers("pairs", keys) for keys in pairs))
 
+    @staticmethod
+    def unchecked(
+        names: Sequence[str], classes: Tensor | None, n_classes: int, offsets: Sequence[int], pairs: Sequence[Tensor]
+    ) -> Statistics:
+        """A request from the parts of another one."""
+        asked, parts = object.__new__(Statistics), (tuple(names), classes, n_classes, tuple(offsets), tuple(pairs))
+        for field_name, part in zip(("names", "classes", "n_classes", "offsets", "pairs"), parts, strict=True):
+            object.__setattr__(asked, field_name, part)
+        return asked
+
     @property
     def asked(self) -> tuple[str, ...]:
         """Every name that the observation will have, in the order of the table."""
@@ -124,6 +135,20 @@ class Statistics:
             ("pair_mass", self.pairs),
         )
         return self.names + tuple(name for name, there in extra if there)
+
+    def with_names(self, *names: str) -> Statistics:
+        """The same request with more row statistics."""
+        more = copy(self)
+        wanted = {*self.names, *names}
+        object.__setattr__(more, "names", tuple(name for name in ROW_STATISTICS if name in wanted))
+        return more
+
+    def with_tensors(self, classes: Tensor | None, pairs: Sequence[Tensor]) -> Statistics:
+        """The same request of other keys, with as many classes and lists."""
+        other = copy(self)
+        object.__setattr__(other, "classes", classes)
+        object.__setattr__(other, "pairs", tuple(pairs))
+        return other
 
     def __contains__(self, name: str) -> bool:
         return name in self.asked

@@ -6,44 +6,52 @@ weights again from each row's maximum and sum (Dao et al., arXiv:2205.14135, sec
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from .backward import gradients
 from .cells import gather_weights, pooled_map, top_keys, weights
 from .problem import Problem
 from .running import Running
-from .statistics import TABLE, Observation, Statistics, finish
+from .statistics import Observation, Statistics, finish
 from .tiles import Tiling, block_sizes, kept, parts, scaled_queries, scores
 
-__all__ = ["block_sizes", "forward", "gather_weights", "pooled_map", "top_keys", "weights", "working_bytes"]
+__all__ = [
+    "block_sizes",
+    "forward",
+    "gather_weights",
+    "gathered",
+    "observation",
+    "over_tiles",
+    "pooled_map",
+    "top_keys",
+    "weights",
+    "working_bytes",
+]
 
 # What backward needs of each row, kept beside the statistics.
 _SAVED = ("top", "inverse")
 
 
+@torch.no_grad()
 def forward(problem: Problem, statistics: Statistics | None = None) -> Observation:
     """Compute a problem over tiles.
 
     Returns:
         the output (B, H, L, E) in the query's type, and the statistics asked, in `problem.sums_dtype`.
     """
-    p = problem
-    if p.needs_gradients:
-        inputs = (p.query, p.key, p.value, p.bias, p.alibi_slopes)
-        names, *tensors = _Attention.apply(*inputs, p, statistics)  # type: ignore[misc]
-        found = dict(zip(names, tensors, strict=True))
-    else:
-        with torch.no_grad():
-            found = _over_tiles(p, statistics)
-    output, lse = found["output"], found["lse"]
-    asked = {} if statistics is None else {name: found[name] for name in statistics.asked if name in found}
+    found = over_tiles(problem, statistics)
     if statistics is not None:
-        asked |= gathered(p, statistics, lse.detach())
+        found |= gathered(problem, statistics, found["lse"])
+    return observation(problem, statistics, found)
+
+
+def observation(problem: Problem, statistics: Statistics | None, found: dict[str, Tensor]) -> Observation:
+    """What was found as if there were no sinks, as the result of a call: sinks take their share here."""
+    p = problem
+    output = found["output"]
+    asked = {} if statistics is None else {name: found[name] for name in statistics.asked}
     if p.sinks is not None:
-        output, with_sink = _give_to_sinks(output, lse, p.sinks)
+        output, with_sink = _give_to_sinks(output, found["lse"], p.sinks)
         asked |= with_sink if statistics is not None else {}
     return Observation(output.to(p.query.dtype), finish(asked, p.visibility.query_mask))
 
@@ -57,8 +65,9 @@ def working_bytes(problem: Problem) -> int:
     return together * problem.H * rows * (5 * keys + 3 * problem.E + 64) * size
 
 
-def _over_tiles(p: Problem, statistics: Statistics | None) -> dict[str, Tensor]:
+def over_tiles(problem: Problem, statistics: Statistics | None) -> dict[str, Tensor]:
     """Output and statistics as if there were no sinks, and what backward needs: (B, H, L, ...) by name."""
+    p = problem
     names = ("lse",) if statistics is None else statistics.names
     device, dtype = p.query.device, p.sums_dtype
     n_classes = 0 if statistics is None else statistics.n_classes
@@ -108,63 +117,10 @@ def _give_to_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, 
     """Take from the output (B, H, L, E) the share of the sinks; a row without keys goes to its sink whole."""
     sink = sinks.to(lse.dtype)[:, None]
     no_key = lse == -torch.inf
-    above = torch.where(no_key, 0, lse) - sink
+    keys = torch.where(no_key, 0, lse)  # -inf would be NaN in second derivatives
+    above = keys - sink
     output = output * torch.where(no_key, 0, torch.sigmoid(above))[..., None]
     return output, {
-        "lse": torch.logaddexp(lse, sink),
+        "lse": torch.where(no_key, sink, torch.logaddexp(keys, sink)),
         "sink_mass": torch.where(no_key, 1, torch.sigmoid(-above)),
     }
-
-
-class _Attention(torch.autograd.Function):
-    """`_over_tiles` with a backward pass; second derivatives raise."""
-
-    @staticmethod
-    def forward(ctx, query, key, value, bias, slopes, problem: Problem, statistics: Statistics | None):
-        plain = replace(
-            problem, query=query, key=key, value=value, bias=bias, alibi_slopes=slopes, sinks=None
-        )  # fmt: skip
-        names = () if statistics is None else statistics.asked
-        # The gradients of max_logit and of the entropy are made from the argmax and the entropy.
-        also = ("argmax",) if "max_logit" in names else ()
-        wanted = None if statistics is None else _with_names(statistics, also)
-        found = _over_tiles(plain, wanted)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(x for name, x in found.items() if name != "output" and not _carries(name)))
-        ctx.visibility, ctx.constants = problem.visibility, (problem.scale, problem.softcap)
-        ctx.dropout, ctx.statistics, ctx.names = (
-            (problem.dropout_p, problem.dropout_seed),
-            wanted,
-            tuple(found),
-        )
-        ctx.save_for_backward(query, key, value, bias, slopes, *found.values())
-        return ctx.names, *found.values()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, _names, *grads):
-        query, key, value, bias, slopes, *found = ctx.saved_tensors
-        scale, softcap = ctx.constants
-        problem = Problem(
-            query, key, value, ctx.visibility, scale, softcap, bias, slopes, None, *ctx.dropout
-        )  # fmt: skip
-        named = dict(zip(ctx.names, found, strict=True))
-        incoming = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
-        inputs = ("query", "key", "value", "bias", "slopes")
-        needs: dict[str, bool] = dict(zip(inputs, ctx.needs_input_grad[:5], strict=True))
-        made = gradients(problem, ctx.statistics, named, incoming, needs)
-        return *(made.get(name) for name in needs), None, None
-
-
-def _carries(name: str) -> bool:
-    return name in TABLE and TABLE[name].carries_gradient
-
-
-def _with_names(statistics: Statistics, names: tuple[str, ...]) -> Statistics:
-    """The same request with more row statistics, without what is gathered later."""
-    return Statistics(
-        *statistics.names,
-        *names,
-        classes=statistics.classes,
-        n_classes=None if statistics.classes is None else statistics.n_classes,
-    )

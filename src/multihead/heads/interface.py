@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
-from ..core import functional
+from ..core import functional, ops
 from ..core.axes import check_broadcast
 from ..core.masking import Visibility
 from ..core.problem import Problem
-from .masks import MaskTensor, read_mask
+from .masks import GraphMask, MaskTensor, read_mask
 
 NAME = "multihead"
 
@@ -25,8 +28,16 @@ NAME = "multihead"
 class Observer(Protocol):
     """Who sees the attention of a thread: `watch` puts itself here."""
 
-    def attend(self, module: nn.Module, problem: Problem, mask: Tensor | None) -> Tensor | None:
-        """Observe a layer and return its output (B, H, L, E), or None for a layer that is not watched."""
+    def attend(
+        self, module: int, problem: Problem, key_padding: Tensor | None, in_graph: bool = False
+    ) -> Tensor | None:
+        """Observe a layer and return its output (B, H, L, E), or None for a layer that is not watched.
+
+        Args:
+            module: the id of the layer's module.
+            key_padding: (B, S), False at padding keys, or None where nothing is known.
+            in_graph: the call comes from a compiled graph that runs.
+        """
         ...
 
 
@@ -35,7 +46,44 @@ class _OfThread(threading.local):
         self.observers: list[Observer] = []
 
 
-of_thread = _OfThread()
+_of_thread = _OfThread()
+_lock = threading.Lock()
+_n_observers = 0
+# Whether any thread observes. Graphs are traced for either case: in an observed one each attention says whose it is.
+_is_observed = False
+
+
+@contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Let an observer see the attention of this thread."""
+
+    def count(more: int) -> None:
+        global _n_observers, _is_observed
+        with _lock:
+            _n_observers += more
+            _is_observed = _n_observers > 0
+
+    _of_thread.observers.append(observer)
+    count(1)
+    try:
+        yield
+    finally:
+        _of_thread.observers.remove(observer)
+        count(-1)
+
+
+def _observe(module: int, problem: Problem, key_padding: Tensor | None, in_graph: bool = True) -> Tensor | None:
+    """Let the observers of this thread see a layer; the output, or None if none of them watches it."""
+    output = None
+    if torch._C._current_graph_task_id() != -1:  # a checkpoint's second forward, in the backward pass
+        return None
+    for observer in _of_thread.observers:
+        seen = observer.attend(module, problem, key_padding, in_graph)
+        output = seen if output is None else output
+    return output
+
+
+ops.observer = _observe
 
 
 def attention_forward(
@@ -77,12 +125,13 @@ def attention_forward(
     problem = problem_of(
         module, query, key, value, attention_mask, dropout, scaling, is_causal, softcap, s_aux, position_bias
     )
-    output = None
-    for observer in of_thread.observers:
-        seen = observer.attend(module, problem, attention_mask)
-        output = seen if output is None else output
-    if output is None:
-        output = functional.run(problem, None).output
+    key_padding = attention_mask.key_padding if isinstance(attention_mask, (MaskTensor, GraphMask)) else None
+    if ops.is_traced(problem.query):
+        layer, padding = (id(module), key_padding) if _is_observed else (0, None)
+        output = ops.run(problem, None, "auto", layer, padding).output
+    else:
+        output = _observe(id(module), problem, key_padding, False) if _of_thread.observers else None
+        output = functional.run(problem, None).output if output is None else output
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -117,7 +166,7 @@ def problem_of(
     """The attention problem that a layer's call means."""
     B, H, L, S = *query.shape[:3], key.shape[2]
     bias = position_bias
-    if isinstance(attention_mask, MaskTensor):
+    if isinstance(attention_mask, (MaskTensor, GraphMask)):
         visibility = attention_mask.fitted(B, H, L, S)
     elif attention_mask is None:
         # As with SDPA: a module that says it is causal relies on it where no mask came, but for one query.

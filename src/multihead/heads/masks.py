@@ -7,73 +7,29 @@ Our attention function reads its `visibility`; what else touches it gets the cel
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..core import masking
-from ..core.axes import Index, take
+from ..core.masking import Visibility
 from .mask_rules import is_causal, recognise
 
 _CELLS_AT_ONCE = 1 << 22
-V = TypeVar("V", bound=masking.Visibility)
 
 
-@dataclass(frozen=True, eq=False)
-class ModelVisibility(masking.Visibility):
-    """The visibility of one forward, shared by its layers, so that spans are made once.
-
-    Args:
-        runs: begin and end, int64 (B|1, L): the keys of each row, of a rule that no other field can say.
-    """
-
-    runs: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def _is_plain(self) -> bool:
-        return self.runs is None and super()._is_plain
-
-    @property
-    def is_batchless(self) -> bool:
-        """Whether it says nothing of single sequences, so that it serves any B."""
-        per_sequence = (self.mask, self.key_lengths, self.document_ids, self.query_mask, self.runs)
-        return isinstance(self.query_start, int) and all(value is None for value in per_sequence)
-
-    def bounds(self) -> tuple[Tensor, Tensor]:
-        begin, end = super().bounds()
-        if self.runs is None:
-            return begin, end
-        begin, end = torch.maximum(begin, self.runs[0]), torch.minimum(end, self.runs[1])
-        some = begin < end
-        return torch.where(some, begin, 0), torch.where(some, end, 0)
-
-    def _dense_rules(self, rows: Index, j: Tensor) -> Tensor:
-        visible = super()._dense_rules(rows, j)
-        if self.runs is None:
-            return visible
-        begin, end = (take(edge, 1, rows)[:, :, None] for edge in self.runs)
-        return visible & (j >= begin) & (j < end)
-
-    def sequence(self, batch: slice) -> ModelVisibility:
-        runs = self.runs
-        part = cast(ModelVisibility, super().sequence(batch))
-        return part if runs is None else replace(part, runs=(take(runs[0], 0, batch), take(runs[1], 0, batch)))
-
-
-def to_device(visibility: V, device: torch.device) -> V:
+def to_device(visibility: Visibility, device: torch.device) -> Visibility:
     """The same visibility on another device."""
+    moved = [None if tensor is None else tensor.to(device) for tensor in visibility.tensors()]
+    return replace(visibility.with_tensors(moved, visibility.B), device=device)
 
-    def moved(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(moved(part) for part in value)
-        return value.to(device) if isinstance(value, Tensor) else value
 
-    fields = {field.name: moved(getattr(visibility, field.name)) for field in dataclasses.fields(visibility)}
-    return replace(visibility, **{**fields, "device": device})
+def _is_batchless(visibility: Visibility) -> bool:
+    """Whether it says nothing of single sequences, so that it serves any B."""
+    return all(tensor is None for tensor in visibility.tensors())
 
 
 class MaskTensor(Tensor):
@@ -84,19 +40,19 @@ class MaskTensor(Tensor):
         key_padding: (B, S), False at padding keys, or None where there is none.
     """
 
-    visibility: ModelVisibility
+    visibility: Visibility
     key_padding: Tensor | None
-    _fitted: dict[tuple[int, int], ModelVisibility]
+    _fitted: dict[tuple[int, int], Visibility]
 
     @staticmethod
-    def of(visibility: ModelVisibility, key_padding: Tensor | None) -> MaskTensor:
+    def of(visibility: Visibility, key_padding: Tensor | None) -> MaskTensor:
         nothing = torch.zeros(1, dtype=torch.bool, device=visibility.device)
         mask = nothing.expand(visibility.B, 1, visibility.L, visibility.S).as_subclass(MaskTensor)
         mask.visibility, mask.key_padding = visibility, key_padding
         mask._fitted = {}
         return mask
 
-    def fitted(self, B: int, H: int, L: int, S: int) -> ModelVisibility:
+    def fitted(self, B: int, H: int, L: int, S: int) -> Visibility:
         """The visibility for a layer of these sizes; layers of equal sizes get the same object.
 
         Raises:
@@ -104,7 +60,7 @@ class MaskTensor(Tensor):
         """
         if (B, H) not in self._fitted:
             seen = self.visibility
-            if (L, S) != (seen.L, seen.S) or (B != seen.B and not seen.is_batchless):
+            if (L, S) != (seen.L, seen.S) or (B != seen.B and not _is_batchless(seen)):
                 raise ValueError(
                     f"attention_mask: the model made it for (B={seen.B}, L={seen.L}, S={seen.S}), "
                     f"a layer has (B={B}, L={L}, S={S})"
@@ -184,7 +140,7 @@ def make_mask(
     device: torch.device | str | None = None,
     cache_position: Tensor | None = None,
     **unused: Any,
-) -> MaskTensor:
+) -> MaskTensor | GraphMask:
     """The mask function registered with `transformers.AttentionMaskInterface`.
 
     Args:
@@ -202,6 +158,11 @@ def make_mask(
         assert cache_position is not None
         q_length, q_offset, device = len(cache_position), cache_position[0], cache_position.device
     device = device or "cpu"
+    if torch.compiler.is_compiling():
+        own = "allow_is_bidirectional_skip" not in unused
+        return _graph_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, own, device
+        )
     start, first_key = int(q_offset), int(kv_offset)
     keys = _key_padding(attention_mask, first_key, kv_length, device)
     rule: dict[str, Any] = {}
@@ -222,7 +183,7 @@ def make_mask(
         mask = keys[:, None, None, :] if mask is None else mask & keys[:, None, None, :]
     own = mask_function is not None and is_causal(mask_function)
     rows = _real_queries(keys, start - first_key, q_length) if own else None
-    visibility = ModelVisibility(
+    visibility = Visibility(
         batch_size,
         1,
         q_length,
@@ -234,6 +195,81 @@ def make_mask(
         **rule,
     )
     return MaskTensor.of(visibility, keys)
+
+
+def _graph_mask(
+    B: int,
+    L: int,
+    S: int,
+    q_offset: int | Tensor,
+    kv_offset: int | Tensor,
+    mask_function: Callable | None,
+    attention_mask: Tensor | None,
+    use_vmap: bool,
+    own: bool,
+    device: torch.device | str,
+) -> GraphMask:
+    """`make_mask` while a graph is traced: no value is looked at, and positions may be tensors.
+
+    Args:
+        own: queries and keys are the same tokens, so that the padding among the keys is that of the queries.
+    """
+    start = q_offset - kv_offset
+    where = kv_offset + torch.arange(S, device=device)
+    keys = rows = None
+    if attention_mask is not None:
+        real = attention_mask.to(device, torch.bool)
+        keys = real[:, where.clamp(max=real.shape[1] - 1)] & (where < real.shape[1])
+    # The rule of a decoder; what it is composed of cannot be read in a graph, so other rules become cells.
+    name = "" if mask_function is None else mask_function.__name__
+    mask = None
+    if name not in ("", "causal_mask_function", "bidirectional_mask_function"):
+        assert mask_function is not None
+        mask = _cells(mask_function, use_vmap, B, q_offset + torch.arange(L, device=device), where)
+    if keys is not None:
+        mask = keys[:, None, None, :] if mask is None else mask & keys[:, None, None, :]
+        if own:
+            p = start + torch.arange(L, device=device)
+            rows = keys[:, p.clamp(0, S - 1)] | (p >= S)
+    if isinstance(start, Tensor):
+        start = start.expand(B)
+    causal = name == "causal_mask_function"
+    visibility = Visibility(B, 1, L, S, start, causal, mask=mask, query_mask=rows, device=device)
+    return GraphMask(visibility, keys)
+
+
+class GraphMask:
+    """What MaskTensor is, while a graph is traced: a plain object, since graphs do not know tensors without cells.
+
+    Attributes:
+        visibility, key_padding: as those of MaskTensor.
+    """
+
+    def __init__(self, visibility: Visibility, key_padding: Tensor | None) -> None:
+        self.visibility, self.key_padding = visibility, key_padding
+        self.shape = (visibility.B, 1, visibility.L, visibility.S)
+        self.ndim, self.dtype, self.device = 4, torch.bool, visibility.device
+
+    def fitted(self, B: int, H: int, L: int, S: int) -> Visibility:
+        """The visibility for a layer of these sizes."""
+        return replace(self.visibility, B=B, H=H)
+
+    def cells(self) -> Tensor:
+        """The mask as a tensor: bool (B, 1, L, S)."""
+        visible = replace(self.visibility, query_mask=None).dense()
+        return visible.expand(self.visibility.B, 1, -1, -1)
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, axis: int | None = None) -> Any:
+        return self.shape if axis is None else self.shape[axis]
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        return self.cells().to(*args, **kwargs)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.cells()[index]
 
 
 def _key_padding(attention_mask: Tensor | None, first_key: int, S: int, device) -> Tensor | None:
@@ -264,7 +300,7 @@ def _evaluate(rule: Callable, use_vmap: bool, B: int, q: Tensor, k: Tensor) -> d
             return {"mask": torch.cat([_cells(rule, use_vmap, B, rows, k) for rows in blocks], 2)}
         runs.append(run)
     begins, ends = zip(*runs, strict=True)
-    return {"runs": (torch.cat(begins, 1), torch.cat(ends, 1))}
+    return {"runs": torch.stack([torch.cat(begins, 1), torch.cat(ends, 1)], -1)}
 
 
 def _cells(rule: Callable, use_vmap: bool, B: int, q: Tensor, k: Tensor) -> Tensor:

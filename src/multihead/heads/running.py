@@ -15,7 +15,7 @@ from multihead.core import tiled
 from multihead.core.problem import Problem
 from multihead.core.statistics import ROW_STATISTICS, Statistics
 from multihead.heads.encoding import Encoded, encode, vocabulary, wrap
-from multihead.heads.interface import of_thread
+from multihead.heads.interface import observing
 from multihead.heads.models import OpenModel
 from multihead.heads.patterns import Tokens
 from multihead.heads.pooling import cell_edges, pooled_max
@@ -107,7 +107,7 @@ class Runner:
         # Neither cache nor logits are of use here; on a long text they would outweigh the model.
         options = {"use_cache": False} if "use_cache" in inspect.signature(body.forward).parameters else {}
         self.tell(stage, 0.0)
-        with torch.inference_mode(), _evaluating(body), _tapping(tap):
+        with torch.inference_mode(), _evaluating(body), observing(tap):
             body(input_ids=tokens.ids[None].to(self.opened.model.device), **options)
 
     @property
@@ -128,20 +128,11 @@ class _Tap:
     seen: LayerSeen
     count: int = 0
 
-    def attend(self, module: nn.Module, problem: Problem, mask: Tensor | None) -> None:
+    def attend(self, module: int, problem: Problem, key_padding: Tensor | None, in_graph: bool = False) -> None:
         layers = self.record.steps[-1].seen if self.record.steps else {}
         if len(layers) > self.count:  # else it is a layer that was not asked for
             newest = next(reversed(layers.values()))
             self.seen(problem, newest.statistics["lse"].to(problem.query.device))
-
-
-@contextmanager
-def _tapping(tap: _Tap) -> Iterator[None]:
-    of_thread.observers.append(tap)
-    try:
-        yield
-    finally:
-        of_thread.observers.remove(tap)
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from ..core.functional import run
 from ..core.problem import Problem
 from ..core.statistics import Statistics, finish
-from .interface import NAME, NO_WEIGHTS, of_thread
+from .interface import NAME, NO_WEIGHTS, observing
 from .layers import Layer, find_layers
-from .masks import MaskTensor, to_device
+from .masks import to_device
 from .record import Record, Seen, Step
 from .registration import register
 from .selection import Selection
@@ -69,11 +69,10 @@ def watch(
         model.register_forward_hook(session.after_forward, always_call=True),
     ]
     switch.hold(configs)
-    of_thread.observers.append(session)
     try:
-        yield session.record
+        with observing(session):
+            yield session.record
     finally:
-        of_thread.observers.remove(session)
         switch.release(configs)
         for hook in hooks:
             hook.remove()
@@ -92,31 +91,32 @@ class _Session:
     ) -> None:
         if isinstance(keep, str) or not set(keep) <= set(_KEEP):
             raise ValueError(f"keep: expected names among {_KEEP}, got {keep!r}")
-        self.model = model
+        self.model = getattr(model, "_orig_mod", model)
         self.statistics = statistics
         self.keep = tuple(keep)
-        self.paths = {id(module): path for path, module in model.named_modules()}
-        self.layers = find_layers(model)
+        self.paths = {id(module): path for path, module in self.model.named_modules()}
+        self.layers = find_layers(self.model)
         self.selection = Selection([layer.name for layer in self.layers.values()], layers, heads)
         self.record = Record()
         self.thread = threading.get_ident()
         self.in_forward = False
         self.loose = False  # the last step began outside a forward: `generate` runs the encoder on its own
+        self.in_graph = False  # the last call came from a compiled graph, whose forwards no hook sees
         self.calls = 0
         self.real_rows: Tensor | None = None  # of the last self-attention: those of its cross-attention too
 
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() != self.thread:
+        if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
             return
         self.in_forward, self.calls = True, 0
-        if not self.loose:
+        if not self.loose or self.in_graph:
             self.record.steps.append(Step())
         self.loose = False
         if kwargs.get("output_attentions") or getattr(self.model.config, "output_attentions", False):
             raise ValueError(NO_WEIGHTS)
 
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if threading.get_ident() != self.thread:
+        if torch.compiler.is_compiling() or threading.get_ident() != self.thread:
             return
         self.in_forward = False
         if output is None:  # the forward raised: a step without its last layers would mislead
@@ -125,15 +125,18 @@ class _Session:
             self.record.steps.pop()
             raise RuntimeError(_why_nothing_came(self.model, bool(self.layers)))
 
-    def attend(self, module: nn.Module, problem: Problem, mask: Tensor | None) -> Tensor | None:
+    def attend(
+        self, module: int, problem: Problem, key_padding: Tensor | None, in_graph: bool = False
+    ) -> Tensor | None:
         """Observe one attention call (see `interface.Observer`)."""
-        path = self.paths.get(id(module))
+        path = self.paths.get(module)
         if path is None:
             return None
         self.calls += 1
-        layer = self.layers.get(id(module)) or Layer(path, path, False)
+        self.in_graph = in_graph
+        layer = self.layers.get(module) or Layer(path, path, False)
         step = self._step(layer.name)
-        rows = self._rows(layer, problem, mask)
+        rows = self._rows(layer, problem, key_padding)
         if layer.name not in self.selection:
             return None
         self._check_fit(layer, problem)
@@ -156,15 +159,15 @@ class _Session:
             self.loose = True
         return self.record.steps[-1]
 
-    def _rows(self, layer: Layer, problem: Problem, mask: Tensor | None) -> Tensor | None:
+    def _rows(self, layer: Layer, problem: Problem, key_padding: Tensor | None) -> Tensor | None:
         """Rows that are real tokens, (B, L), where the problem itself does not say; None means all."""
         if layer.is_cross:
             rows = self.real_rows
             return rows if rows is not None and rows.shape == (problem.B, problem.L) else None
         self.real_rows = problem.visibility.query_mask
-        if self.real_rows is None and isinstance(mask, MaskTensor) and problem.L == problem.S:
+        if self.real_rows is None and problem.L == problem.S:
             # A bidirectional mask does not say whose rows it has; here they are the keys' tokens.
-            self.real_rows = mask.key_padding
+            self.real_rows = key_padding
         return self.real_rows
 
     def _check_fit(self, layer: Layer, problem: Problem) -> None:

@@ -1,6 +1,8 @@
 """The layer: multi-head attention as a PyTorch module, its positions, its caches, its heads."""
 
 from .alibi import alibi_slopes
+from .convert import from_module, from_safetensors, tensors_for, to_module
+from .design import HeadDesign, head_for
 from .kv_cache import Cached, KVCache, PagedKVCache
 from .module import MultiHeadAttention
 from .record import Record
@@ -12,6 +14,7 @@ __all__ = [
     "Cached",
     "Factored",
     "Head",
+    "HeadDesign",
     "KVCache",
     "LinearScaling",
     "Llama3Scaling",
@@ -21,4 +24,9 @@ __all__ = [
     "Rotary",
     "TorchMultiheadAttention",
     "alibi_slopes",
+    "from_module",
+    "from_safetensors",
+    "head_for",
+    "tensors_for",
+    "to_module",
 ]

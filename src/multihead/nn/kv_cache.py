@@ -79,13 +79,13 @@ class _Cache:
         self._lengths, self._started = [], []
         self._buffers, self._tails, self._widths, self._like = {}, {}, {}, None
 
-    def append(self, key: Tensor, value: Tensor, counts: Tensor | Sequence[int] | None = None) -> None:
+    def append(self, key: Tensor, value: Tensor, key_lengths: Tensor | Sequence[int] | None = None) -> None:
         """Take the keys and values of the next tokens of every sequence.
 
         Args:
             key: (B, G, L, D), turned to their positions already where the layer has rotary positions.
             value: (B, G, L, E).
-            counts: (B,), how many of the L tokens of each sequence are real, the first ones; all by default.
+            key_lengths: (B,), how many of the L tokens of each sequence are real, the first ones; all by default.
 
         Raises:
             ValueError: another batch, number of heads, width or device than the cache holds; or it would be longer
@@ -93,7 +93,7 @@ class _Cache:
             TypeError: another type than the cache holds.
             RuntimeError: the keys or values need gradients, which no cache passes on.
         """
-        new = self._check(key, value, counts)
+        new = self._check(key, value, key_lengths)
         if not self._lengths:
             self._lengths = [0] * len(new)
             self._widths = {"key": key.shape[3], "value": value.shape[3]}
@@ -122,7 +122,7 @@ class _Cache:
             return Cached(key, value, None, self._started[0] if self._started else 0)
         return Cached(key, value, self.lengths.to(device), torch.tensor(self._started, device=device))
 
-    def _check(self, key: Tensor, value: Tensor, counts: Tensor | Sequence[int] | None) -> list[int]:
+    def _check(self, key: Tensor, value: Tensor, key_lengths: Tensor | Sequence[int] | None) -> list[int]:
         """Check an append, and give the number of new tokens of each sequence."""
         sizes: dict[str, int] = {}
         if self._like is not None:
@@ -140,13 +140,13 @@ class _Cache:
                 raise RuntimeError(f"{name}: no gradient passes through a cache; call under torch.no_grad()")
         B, L = sizes["B"], sizes["L"]
         new = [L] * B
-        if counts is not None:
-            counts = torch.as_tensor(counts)
-            check_shape("counts", counts, "B", {"B": B})
-            check_integers("counts", counts)
+        if key_lengths is not None:
+            counts = torch.as_tensor(key_lengths)
+            check_shape("key_lengths", counts, "B", {"B": B})
+            check_integers("key_lengths", counts)
             new = [int(n) for n in counts.tolist()]
             if not all(0 <= n <= L for n in new):
-                raise ValueError(f"counts: expected 0 to L={L} new tokens a sequence, got {new}")
+                raise ValueError(f"key_lengths: expected 0 to L={L} new tokens a sequence, got {new}")
         old = self._lengths or [0] * B
         for b, (have, more) in enumerate(zip(old, new)):
             if self.max_length is not None and have + more > self.max_length:
@@ -372,7 +372,8 @@ class PagedKVCache(_Cache):
 
     def _get(self, name: str, cells: int) -> Tensor:
         buffer = self._buffers[name]
-        tables = self.block_tables.to(buffer.device).clamp(min=0)
+        # A table's -1 takes the last page: some numbers for positions beyond a sequence's length, which nobody reads.
+        tables = self.block_tables.to(buffer.device)
         return buffer[tables].transpose(1, 2).flatten(2, 3)[:, :, :cells]
 
 

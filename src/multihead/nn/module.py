@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from ..core.functional import Window, attention, observe
 from . import projections, surgery
 from .alibi import alibi_slopes
+from .call import Call, check_input, four_axes
 from .kv_cache import KVCache, PagedKVCache
 from .projections import PARTS, Part
 from .record import Record
@@ -120,10 +120,11 @@ class MultiHeadAttention(nn.Module):
                 )
             d_head = d_model // n_heads
         d_value = d_head if d_value is None else d_value
-        for name, size in (("d_head", d_head), ("d_value", d_value), ("d_context", d_context or d_model)):
+        width = d_model if d_context is None else d_context
+        for name, size in (("d_head", d_head), ("d_value", d_value), ("d_context", width)):
             _check_size(name, size)
-        biases = (bias,) * 3 if isinstance(bias, bool) else tuple(bias)
-        if len(biases) != 3 or not all(isinstance(b, bool) for b in biases):
+        biases = (bias,) * 3 if isinstance(bias, bool) else bias
+        if not isinstance(biases, tuple | list) or len(biases) != 3 or not all(isinstance(b, bool) for b in biases):
             raise TypeError(f"bias: expected a bool, or three of them for (q, k, v), got {bias!r}")
         _check_choice("layout", layout, _LAYOUTS)
         _check_choice("execution", execution, _EXECUTIONS)
@@ -138,7 +139,7 @@ class MultiHeadAttention(nn.Module):
 
         self.d_model, self.n_heads, self.n_kv_heads = d_model, n_heads, n_kv_heads
         self.d_head, self.d_value, self.d_context = d_head, d_value, d_context
-        self.biases = biases
+        self.biases = tuple(biases)
         self.output_bias = any(biases) if output_bias is None else bool(output_bias)
         self.causal, self.window, self.rotary, self.qk_norm = causal, window, rotary, qk_norm
         self.softcap, self.dropout, self.scale = softcap, dropout, scale
@@ -148,7 +149,7 @@ class MultiHeadAttention(nn.Module):
 
         made: dict[str, Any] = {"dtype": dtype, "device": device}
         rows = (n_heads * d_head, n_kv_heads * d_head, n_kv_heads * d_value)
-        widths = (d_model, d_context or d_model, d_context or d_model)
+        widths = (d_model, width, width)
         self.parts = {name: Part(*part) for name, part in zip(PARTS, zip(rows, widths, biases))}
         self.runs = projections.runs_of(layout, d_context is not None)
         for run in self.runs:
@@ -301,9 +302,7 @@ class MultiHeadAttention(nn.Module):
 
     def with_options(self, **changes: Any) -> MultiHeadAttention:
         """A new layer of the same weights with other options, such as layout="separate"."""
-        made = type(self)(**self.options() | changes)
-        made.load_state_dict(self.state_dict())
-        return made.train(self.training)
+        return surgery.rebuilt(self, self.state_dict(), **changes)
 
     def extra_repr(self) -> str:
         """One line: sizes, then what differs from the plain layer."""
@@ -327,11 +326,11 @@ class MultiHeadAttention(nn.Module):
         query_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
         cache: KVCache | PagedKVCache | None = None,
-    ) -> _Call:
+    ) -> Call:
         """Check the arguments of a call and put them together."""
-        _check_input("x", x, "L", self.d_model)
+        check_input("x", x, "L", self.d_model)
         if context is not None:
-            _check_input("context", context, "S", self.d_context or self.d_model, B=x.shape[0])
+            check_input("context", context, "S", self.d_context or self.d_model, B=x.shape[0])
             if self.rotary is not None or self.alibi_slopes is not None:
                 raise ValueError("context: expected None, since rotary positions and alibi are of one sequence, x")
         elif self.d_context is not None:
@@ -339,19 +338,19 @@ class MultiHeadAttention(nn.Module):
         fixed = {"causal": self.causal, "window": self.window, "scale": self.scale, "softcap": self.softcap}
         fixed |= {"query_mask": query_mask, "document_ids": document_ids, "dropout_p": self.dropout * self.training}
         by_head = {
-            "mask": _four_axes("mask", mask, self.n_heads),
-            "bias": _four_axes("bias", bias, self.n_heads),
+            "mask": four_axes("mask", mask, self.n_heads),
+            "bias": four_axes("bias", bias, self.n_heads),
             "alibi_slopes": self.alibi_slopes,
             "sinks": self.sinks,
         }
-        call = _Call(x, x if context is None else context, fixed, by_head, key_lengths, cache)
+        call = Call(x, x if context is None else context, fixed, by_head, key_lengths, cache)
         if cache is None:
             fixed["key_lengths"] = key_lengths
         elif cache.length and len(cache.lengths) != len(x):
             raise ValueError(f"x: expected B={len(cache.lengths)} sequences, as the cache holds, got {len(x)}")
         return call
 
-    def _all_heads(self, call: _Call, record: Record | None) -> Tensor:
+    def _all_heads(self, call: Call, record: Record | None) -> Tensor:
         """What every head gives: (B, H, L, E)."""
         made: dict[str, Tensor] = {}
         for run in () if call.is_cached_context else self.runs:
@@ -376,7 +375,7 @@ class MultiHeadAttention(nn.Module):
             record.add(statistics)
         return output
 
-    def _one_after_another(self, call: _Call, record: Record | None) -> Tensor:
+    def _one_after_another(self, call: Call, record: Record | None) -> Tensor:
         """The output (B, L, d_model), no more than one head's query, key, value and output at a time."""
         turns, group = self._turns(call), self.n_heads // self.n_kv_heads
         (B, L, _), E = call.x.shape, self.d_value
@@ -411,7 +410,7 @@ class MultiHeadAttention(nn.Module):
         return total.unflatten(0, (B, L))
 
     def _attend(
-        self, call: _Call, query: Tensor, key: Tensor, value: Tensor, heads: slice, record: Record | None
+        self, call: Call, query: Tensor, key: Tensor, value: Tensor, heads: slice, record: Record | None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What some heads give, gated and ablated: (B, h, L, E), and their statistics."""
         options = call.options(heads)
@@ -429,7 +428,7 @@ class MultiHeadAttention(nn.Module):
             output = ablation(output, heads, options["query_mask"])
         return output, statistics
 
-    def _project(self, part: str, call: _Call, heads: slice) -> Tensor:
+    def _project(self, part: str, call: Call, heads: slice) -> Tensor:
         """Some heads of one projection: (B, L, heads * width)."""
         weight, bias = self.rows(part, heads)
         return F.linear(call.x if part == "Q" else call.source, weight, bias)
@@ -447,7 +446,7 @@ class MultiHeadAttention(nn.Module):
     def _whole(self, part: str) -> slice:
         return slice(0, self.n_heads if part == "Q" else self.n_kv_heads)
 
-    def _turns(self, call: _Call) -> Tables | None:
+    def _turns(self, call: Call) -> Tables | None:
         """How the tokens of x turn at their positions."""
         return None if self.rotary is None else self.rotary.tables(call.positions(), self.d_head, call.x)
 
@@ -457,7 +456,7 @@ class MultiHeadAttention(nn.Module):
         heads = projected.unflatten(-1, (projected.shape[-1] // width, width)).transpose(1, 2)
         norm = {"Q": self.q_norm, "K": self.k_norm}.get(part)
         if norm is not None:
-            heads = norm(heads).to(heads.dtype)
+            heads = norm(heads.to(norm.weight.dtype)).to(heads.dtype)
         return heads if self.rotary is None or turns is None or part == "V" else self.rotary.turn(heads, turns)
 
     def _load_from_state_dict(
@@ -468,65 +467,10 @@ class MultiHeadAttention(nn.Module):
             error_msgs.append(
                 f"{prefix or 'the layer'}: state dict of version {version}, this multihead knows {self._version}"
             )
-        projections.adopt(state_dict, prefix, self.runs, self.parts)
+        error_msgs += projections.adopt(state_dict, prefix, self.runs, self.parts)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-
-
-@dataclass
-class _Call:
-    """One forward: what is attended, by which rules, and with which cache."""
-
-    x: Tensor
-    source: Tensor
-    fixed: dict[str, Any]
-    by_head: dict[str, Tensor | None]  # each has an axis of heads, of size H or 1
-    key_lengths: Tensor | Sequence[int] | None
-    cache: KVCache | PagedKVCache | None
-
-    @property
-    def is_cross(self) -> bool:
-        return self.source is not self.x
-
-    @property
-    def is_cached_context(self) -> bool:
-        """The context's keys and values are in the cache already."""
-        return self.is_cross and self.cache is not None and self.cache.length > 0
-
-    def positions(self) -> Tensor:
-        """Where the tokens of x stand: (L,), or (B, L) where the sequences of a cache differ."""
-        new = torch.arange(self.x.shape[1])
-        if self.cache is None or self.cache.length == 0:
-            return new
-        lengths = self.cache.lengths
-        return new + (lengths[0] if bool((lengths == lengths[0]).all()) else lengths[:, None])
-
-    def remember(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Put new keys and values into the cache, and give all there are; without a cache they are all there are."""
-        if self.cache is None:
-            return key, value
-        self.cache.append(key, value, self.key_lengths)
-        return self.read()
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """The keys and values of the cache; its lengths and positions join the rules of the call."""
-        assert self.cache is not None
-        cached = self.cache.read()
-        self.fixed["key_lengths"] = cached.key_lengths
-        if not self.is_cross:
-            self.fixed["query_start"] = cached.query_start
-        return cached.key, cached.value
-
-    def options(self, heads: slice) -> dict[str, Any]:
-        """The arguments of `attention` for some heads."""
-        found = dict(self.fixed)
-        for name, tensor in self.by_head.items():
-            axis = 1 if name in ("mask", "bias") else 0
-            if tensor is not None and (axis == 0 or tensor.shape[1] != 1):
-                tensor = tensor[(slice(None),) * axis + (heads,)]
-            found[name] = tensor
-        return found
 
 
 def _draw(linear: Any) -> None:
@@ -545,20 +489,6 @@ def _slopes(alibi: bool | Sequence[float] | Tensor, n_heads: int, device: torch.
     return slopes.detach().clone().to(device)
 
 
-def _four_axes(name: str, tensor: Tensor | None, n_heads: int) -> Tensor | None:
-    """A view with all of (B, H, L, S) named, so that a head can be taken from it."""
-    if tensor is None:
-        return None
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    four = tensor[(None,) * (4 - tensor.ndim)] if tensor.ndim < 4 else tensor
-    if four.ndim > 4 or four.shape[1] not in (1, n_heads):
-        raise ValueError(
-            f"{name}: expected a shape that broadcasts to (B, H={n_heads}, L, S), got {tuple(tensor.shape)}"
-        )
-    return four
-
-
 def _check_size(name: str, size: Any) -> None:
     if not isinstance(size, int) or isinstance(size, bool):
         raise TypeError(f"{name}: expected an int, got {size!r}")
@@ -569,12 +499,3 @@ def _check_size(name: str, size: Any) -> None:
 def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     if value not in choices:
         raise ValueError(f"{name}: expected {' or '.join(map(repr, choices))}, got {value!r}")
-
-
-def _check_input(name: str, tensor: Any, letter: str, width: int, B: int | None = None) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    wide = f"{'d_context' if name == 'context' else 'd_model'}={width}"
-    batch = "B" if B is None else f"B={B}"
-    if tensor.ndim != 3 or tensor.shape[2] != width or B not in (None, tensor.shape[0]):
-        raise ValueError(f"{name}: expected shape ({batch}, {letter}, {wide}), got {tuple(tensor.shape)}")

@@ -78,11 +78,15 @@ def bias_rows(linear: nn.Linear, run: str, parts: dict[str, Part], part: str) ->
     return linear.bias[begin : begin + parts[part].rows]
 
 
-def adopt(state: MutableMapping[str, Tensor], prefix: str, runs: tuple[str, ...], parts: dict[str, Part]) -> None:
+def adopt(state: MutableMapping[str, Tensor], prefix: str, runs: tuple[str, ...], parts: dict[str, Part]) -> list[str]:
     """Divide and join the matrices in a state dict, so that it has the runs that a layer has.
 
-    What cannot be told (a part is missing, a size does not fit) is left, and `load_state_dict` says so.
+    A missing part is left missing, for `load_state_dict` to say so.
+
+    Returns:
+        a message for each matrix whose rows do not fit.
     """
+    wrong: list[str] = []
     for kind in ("weight", "bias"):
         names = {run: f"{prefix}W_{run}.{kind}" for run in _RUNS}
         found: dict[str, Tensor] = {}
@@ -94,7 +98,11 @@ def adopt(state: MutableMapping[str, Tensor], prefix: str, runs: tuple[str, ...]
             if state[name].ndim and state[name].shape[0] == sum(sizes):
                 found.update(zip(held, state[name].split(sizes)))
                 del state[name]
+            elif sizes:
+                said = " + ".join(f"{part}={size}" for part, size in zip(held, sizes))
+                wrong.append(f"size mismatch for {name}: expected {said} rows, got shape {tuple(state[name].shape)}")
         for run in runs:
             held = [part for part in run if kind == "weight" or parts[part].bias]
             if held and all(part in found for part in held):
                 state[names[run]] = found[held[0]] if len(held) == 1 else torch.cat([found.pop(x) for x in held])
+    return wrong

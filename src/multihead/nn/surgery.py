@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -86,7 +86,7 @@ def prune_heads(layer: MultiHeadAttention, heads: Iterable[int]) -> MultiHeadAtt
     _replace(state, "sinks", lambda x: x[kept])
     slopes = layer.alibi_slopes
     alibi = False if slopes is None else slopes[kept]
-    return _made(layer, state, n_heads=len(kept), n_kv_heads=len(kept_groups), alibi=alibi)
+    return rebuilt(layer, state, n_heads=len(kept), n_kv_heads=len(kept_groups), alibi=alibi)
 
 
 def group(layer: MultiHeadAttention, n_kv_heads: int, method: str = "mean") -> MultiHeadAttention:
@@ -105,7 +105,7 @@ def group(layer: MultiHeadAttention, n_kv_heads: int, method: str = "mean") -> M
                 return (parts.mean(1) if method == "mean" else parts[:, 0]).flatten(0, 1)
 
             _replace(state, f"{name}.{kind}", pooled)
-    return _made(layer, state, n_kv_heads=n_kv_heads)
+    return rebuilt(layer, state, n_kv_heads=n_kv_heads)
 
 
 def _checked(layer: MultiHeadAttention, heads: Iterable[int]) -> tuple[int, ...]:
@@ -123,12 +123,17 @@ def _separate(layer: MultiHeadAttention) -> dict[str, Tensor]:
     return state
 
 
-def _replace(state: dict[str, Tensor], name: str, change) -> None:
+def _replace(state: dict[str, Tensor], name: str, change: Callable[[Tensor], Tensor]) -> None:
     if name in state:
         state[name] = change(state[name])
 
 
-def _made(layer: MultiHeadAttention, state: dict[str, Tensor], **changes) -> MultiHeadAttention:
+def rebuilt(layer: MultiHeadAttention, state: Mapping[str, Tensor], **changes) -> MultiHeadAttention:
+    """A new layer with other options and these weights, in the layer's mode; frozen if all of the layer is."""
     made = type(layer)(**layer.options() | changes)
     made.load_state_dict(state)
+    for name in ("q_norm", "k_norm"):
+        if getattr(layer, name) is not None:
+            getattr(made, name).eps = getattr(layer, name).eps
+    made.requires_grad_(any(parameter.requires_grad for parameter in layer.parameters()))
     return made.train(layer.training)

@@ -251,8 +251,8 @@ def _rules(
 
 
 def _is_causal(mask: Tensor) -> bool:
-    """Whether a mask is PyTorch's causal one. Only on a CPU: elsewhere a look at the values would stop the device."""
-    if mask.requires_grad or mask.device.type != "cpu":
+    """Whether a mask is PyTorch's causal one; it is not looked at where that would stop a device or break a graph."""
+    if mask.requires_grad or mask.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     hidden = torch.ones(mask.shape[-2:], dtype=torch.bool).triu(1)
     if mask.dtype is torch.bool:
@@ -267,7 +267,7 @@ def _weights(problem: Problem, lse: Tensor) -> Tensor:
     if p.dropout_p:
         assert p.dropout_seed is not None
         index = [torch.arange(n, device=lse.device) for n in (p.B, p.H, p.L, p.S)]
-        kept = dropout.keep(p.dropout_seed, p.dropout_p, *index)
+        kept = dropout.keep(int(p.dropout_seed), p.dropout_p, *index)
         weights = torch.where(kept, weights / (1 - p.dropout_p) if p.dropout_p < 1 else weights, 0)
     return weights.to(p.query.dtype)
 

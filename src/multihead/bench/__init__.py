@@ -1,0 +1,1 @@
+"""`multihead bench`: registered shapes against the peers that are installed, in one run, each behind its gate."""
