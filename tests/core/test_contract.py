@@ -17,6 +17,7 @@ import multihead as mh
 from multihead.core import functional, native
 from multihead.core.statistics import ROW_STATISTICS, TABLE
 from tests.core import fuzz
+from tests.core.conftest import assert_same, oracle
 
 LEVELS = native.core.levels().split() if native.core else []
 INF, NAN = float("inf"), float("nan")
@@ -67,12 +68,12 @@ def visible_of(drawn):
 # Definition; which keys a query sees.
 @MORE
 @given(SEEDS)
-def test_output_and_statistics_are_those_of_softmax_over_the_visible_keys(path, lab, seed):
+def test_output_and_statistics_are_those_of_softmax_over_the_visible_keys(path, seed):
     drawn = small(seed)
     query, key, value = drawn.tensors.values()
-    true = lab.oracle(query, key, value, drawn.options)
+    true = oracle(query, key, value, drawn.options)
     seen = drawn.observe(path, mh.Statistics(classes=torch.arange(drawn.n_keys)))
-    lab.assert_same(seen.output, true.output, 1e-10)
+    assert_same(seen.output, true.output, 1e-10)
     real = torch.ones(query.shape[:1] + query.shape[2:3], dtype=torch.bool)
     real = drawn.options.get("query_mask", real)[:, None].expand(true.weights.shape[:3])
     some, a = true.visible.any(-1), true.weights
@@ -90,7 +91,7 @@ def test_output_and_statistics_are_those_of_softmax_over_the_visible_keys(path, 
     }
     tolerance = {"key_variance": 1e-8, "effective_keys": 1e-9}
     for name, x in expected.items():
-        lab.assert_same(seen.statistics[name][sees], x[sees], tolerance.get(name, 1e-10))
+        assert_same(seen.statistics[name][sees], x[sees], tolerance.get(name, 1e-10))
     assert torch.equal(a.gather(-1, seen.argmax.clamp(min=0)[..., None])[..., 0][sees] > 0, sees[sees])
     # A row that sees no key, and one of padding.
     for name in ROW_STATISTICS:
@@ -100,6 +101,20 @@ def test_output_and_statistics_are_those_of_softmax_over_the_visible_keys(path, 
         padding = seen.statistics[name][~real]
         assert (padding == -1).all() if name == "argmax" else padding.isnan().all(), name
     assert (seen.output[~some] == 0).all()
+
+
+@pytest.mark.parametrize("n_queries", [3, 149])
+def test_each_sequence_has_its_own_classes(path, n_queries):
+    random = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(3, heads, n, 17, generator=random, dtype=torch.float64)
+        for heads, n in ((4, n_queries), (2, 307), (2, 307))
+    )
+    classes = torch.randint(-1, 5, (3, 307), generator=random)
+    found = mh.observe(query, key, value, statistics=mh.Statistics(classes=classes), impl=path).class_mass
+    weights = (query @ key.repeat_interleave(2, 1).mT / 17**0.5).softmax(-1)
+    for c in range(5):
+        assert_same(found[..., c], (weights * (classes == c)[:, None, None]).sum(-1), 1e-10)
 
 
 # NaN and Inf.
@@ -261,6 +276,21 @@ def test_error_is_at_most_twice_that_of_eager_attention(path, dtype, D, E, S, ca
     found = mh.attention(query, key, value, causal=causal, impl=path)
     assert found.dtype is dtype
     assert (found.double() - exact).abs().max() <= allowed
+
+
+def test_long_dot_products_are_as_exact_as_those_of_matrix_products(path):
+    """Each row sees one key, whose score is its lse; summed in one go, 4,099 products round several times as often."""
+    random = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, 1, n, 4099, generator=random) for n in (640, 64))
+    own = torch.arange(64) == torch.arange(640)[:, None] % 64
+    value = torch.zeros(1, 1, 64, 1)
+    found = mh.observe(query, key, value, statistics=mh.Statistics("lse"), mask=own, scale=1.0, impl=path).lse
+    exact, eager = (query.double() @ key.double().mT)[..., own], (query @ key.mT)[..., own]
+
+    def error(scores):
+        return (scores.double().flatten() - exact.flatten()).square().mean().sqrt()
+
+    assert error(found) <= 2 * error(eager)
 
 
 # Any strides.

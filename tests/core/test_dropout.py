@@ -74,3 +74,42 @@ def test_seed_is_drawn_from_pytorch(lab, impl):
         return mh.attention(query, key, value, dropout_p=0.5, impl=impl)
 
     assert torch.equal(draw(3), draw(3)) and not torch.equal(draw(3), draw(4))
+
+
+def test_mask_is_that_of_the_layout_written_down():
+    """The rules of the module's page, in Python's own integers."""
+
+    def words(counter, key):
+        for _ in range(10):
+            first, second = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+            counter = (
+                second >> 32 ^ counter[1] ^ key[0],
+                second % 2**32,
+                first >> 32 ^ counter[3] ^ key[1],
+                first % 2**32,
+            )
+            key = ((key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32)
+        return counter
+
+    for seed in (5, -3, 2**63 - 1):
+        bits = seed % 2**64
+        kept = dropout.keep(seed, 0.3, *(torch.arange(n) for n in (2, 3, 5, 11)))
+        for (b, h, i, j), got in zip(torch.cartesian_prod(*map(torch.arange, kept.shape)).tolist(), kept.flatten()):
+            word = words((j // 4, i, h, b), (bits % 2**32, bits >> 32))[j % 4]
+            assert bool(got) == (word >= round(0.3 * 2**32))
+
+
+def test_expected_output_is_that_without_dropout(lab, impl):
+    """The mean over 200 seeds, within four of its own standard errors, gradients alike."""
+    query, key, value = (x.requires_grad_() for x in lab.tensors())
+    weigh = torch.randn(2, 6, 7, 13, dtype=torch.float64)
+
+    def call(**options):
+        output = mh.attention(query, key, value, causal=True, impl=impl, **options)
+        return output, *torch.autograd.grad((output * weigh).sum(), (query, key, value))
+
+    expected = call()
+    drawn = [torch.stack(x).detach() for x in zip(*(call(dropout_p=0.3, dropout_seed=seed) for seed in range(200)))]
+    for x, exact in zip(drawn, expected, strict=True):
+        error = (x.mean(0) - exact).abs() / (x.std(0) / 200**0.5 + 1e-12)
+        assert (error < 4).double().mean() > 0.999

@@ -105,7 +105,11 @@ def check(lab, tensors, form, names=("output",), dtype=torch.float64, tolerance=
         assert got[name].dtype is dtype, name
         size = want.abs().max().clamp(min=1)
         torch.testing.assert_close(
-            got[name].double().view(want.shape) / size, want / size, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            got[name].double().view(want.shape) / size,
+            want / size,
+            rtol=0,
+            atol=tolerance,
+            msg=lambda m, n=name: f"{n}: {m}",
         )
 
 

@@ -14,13 +14,13 @@ LEARNED = ("bias", "alibi_slopes", "sinks")
 CARRIED = ("lse", "max_logit", "entropy", "class_mass")
 
 
-@pytest.fixture
-def call(lab, form):
+@pytest.fixture(params=["tiled", "auto"])
+def call(lab, form, request):
     """A form of attention as a function of its tensors, and those: output and what carries gradients, rows finite."""
-    return call_of(lab, form)
+    return call_of(lab, form, request.param)
 
 
-def call_of(lab, form, impl="tiled", **more):
+def call_of(lab, form, impl):
     tensors = lab.tensors()
     names = [name for name in LEARNED if name in form]
     values = [*tensors, *(form[name] for name in names)]
@@ -31,7 +31,7 @@ def call_of(lab, form, impl="tiled", **more):
     def function(*values):
         values = [torch.where(h, -torch.inf, x) for h, x in zip(hidden, values, strict=True)]
         query, key, value, *rest = values
-        options = {**form, **dict(zip(names, rest, strict=True)), **more}
+        options = {**form, **dict(zip(names, rest, strict=True))}
         seen = mh.observe(query, key, value, statistics=asked, impl=impl, **options)
         carried = [x for name, x in seen.statistics.items() if name in (*CARRIED, "sink_mass")]
         return (seen.output, *(torch.where(x.isfinite(), x, 0) for x in carried))
@@ -121,8 +121,14 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("statistics", [False, True])
+# Statistics have the output's rules among theirs; without them the request is another one.
+CHECKS = [(name, True) for name in SMALL] + [("plain", False), ("dropout", False), ("softcap and sinks", False)]
+SLOW = ("causal", "bias of keys", "bias of heads", "documents")
+
+
+@pytest.mark.parametrize(
+    ("name", "statistics"), [pytest.param(*x, marks=[pytest.mark.slow] * (x[0] in SLOW)) for x in CHECKS]
+)
 def test_gradcheck_and_gradgradcheck(lab, name, statistics):
     """PyTorch's own checks, of the whole matrices: reverse, forward mode, vmap of both, and second derivatives."""
     form = dict(SMALL[name])
@@ -130,16 +136,17 @@ def test_gradcheck_and_gradgradcheck(lab, name, statistics):
     random = torch.Generator().manual_seed(4)
     for learned in LEARNED:
         if learned in form:
-            shape = form.pop(learned) if learned == "bias" else [form.pop(learned)] and (2,)
+            given = form.pop(learned)
+            shape = given if learned == "bias" else (2,)
             tensors.append(torch.randn(shape, generator=random, dtype=torch.float64))
             form[learned] = len(tensors) - 1
 
     def function(*values):
         options = {k: values[n] if k in LEARNED else n for k, n in form.items()}
         if not statistics:
-            return mh.attention(*values[:3], impl="tiled", **options)
+            return mh.attention(*values[:3], **options)
         asked = mh.Statistics("lse", "max_logit", "entropy", classes=[0, 1, 1, -1])
-        seen = mh.observe(*values[:3], impl="tiled", statistics=asked, **options)
+        seen = mh.observe(*values[:3], statistics=asked, **options)
         return seen.output, seen.lse, seen.max_logit, seen.entropy, seen.class_mass
 
     leaves = [x.requires_grad_() for x in tensors]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import multihead as mh
-from multihead.core.statistics import ROW_STATISTICS, TABLE
+from multihead.core.statistics import KEY_STATISTICS, ROW_STATISTICS, TABLE
 
 
 def test_nothing_named_is_every_row_statistic():
@@ -49,10 +49,13 @@ def test_a_key_listed_twice_counts_once(lab, impl):
 
 
 def test_every_statistic_has_a_row_and_the_shape_that_it_says(lab, impl):
-    sizes = {"B": 2, "H": 6, "L": 7, "C": 2, "k": 3, "N": 1}
-    asked = mh.Statistics(classes=[0, 1] * 5 + [0], offsets=(0, 1, 2), pairs=[torch.zeros(7, 5, dtype=torch.int64)])
+    sizes = {"B": 2, "H": 6, "L": 7, "S": 11, "C": 2, "k": 3, "N": 1, "m": 5, "d": 9}
+    asked = mh.Statistics(
+        *ROW_STATISTICS, *KEY_STATISTICS, classes=[0, 1] * 5 + [0], offsets=(0, 1, 2), map=5, top_keys=3,
+        pairs=[torch.zeros(7, 5, dtype=torch.int64)],
+    )  # fmt: skip
     seen = mh.observe(*lab.tensors(), statistics=asked, impl=impl, sinks=torch.ones(6).double())
     assert set(seen.statistics) == set(TABLE)
     for name, x in seen.statistics.items():
         assert x.shape == tuple(sizes[axis] for axis in TABLE[name].axes), name
-        assert x.dtype is (torch.int64 if name == "argmax" else torch.float64)
+        assert x.dtype is (torch.int64 if name in ("argmax", "top_keys") else torch.float64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 from functools import lru_cache
+from itertools import islice
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from multihead.lessons import LESSONS, inputs, tools
 def ran(name, cells=None):
     """What a lesson printed in its first cells (all by default), and the names that it left."""
     names, printed = {}, []
-    for step, _ in zip(LESSONS[name].run(names), range(cells or len(LESSONS[name].cells))):
+    for step in islice(LESSONS[name].run(names), cells):
         printed.append(step.output)
     return "".join(printed), names
 
@@ -137,9 +138,19 @@ def test_the_drawing_carries_the_numbers_of_every_stage(sentence):
     stages += [x @ W.double().mT for W in (inputs.W_K, inputs.W_V)]
     for stage in stages:
         assert (stage.flatten()[:, None] - shown).abs().min(-1).values.max() < 0.00501
-    assert len(shown) == sum(stage.numel() for stage in stages) + 8  # and the scores
+    assert len(shown) == sum(stage.numel() for stage in stages) + 6 + 8  # what each head gives, and the scores
     assert set(inputs.WORDS) < set(texts)
     assert "[+0.50 +0.59 +0.40 +0.57 +0.31 +0.43]" in picture.alt
+
+
+def test_the_picture_of_two_heads_has_their_strongest_links(sentence):
+    weights, _, _ = sentence
+    picture = ran("heads", 2)[1]["picture"]
+    elements = list(ET.fromstring(picture.svg).iter())
+    tags = [element.text for element in elements if re.fullmatch(r"0\.\d\d", element.text or "")]
+    assert tags == [f"{weight:.2f}" for weight in weights.max(-1).values.flatten().tolist()]
+    widths = [float(e.get("stroke-width")) for e in elements if e.tag.endswith("}path") and e.get("stroke-linecap")]
+    torch.testing.assert_close(torch.tensor(widths).double(), 1 + 7 * weights.flatten(), atol=0.006, rtol=0)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -150,10 +161,8 @@ def test_params(bias):
     }
     (count,) = counts
     assert count == (1_050_624 if bias else 1_048_576) and re.search(rf"bias={bias}\s+{count:,}\n", printed)
-    rows = [
-        line.split() for line in printed.splitlines() if re.match(r" +\d+ +\d+  1,048,576  1,048,576 +1,024$", line)
-    ]
-    assert [(row[0], row[1]) for row in rows] == [("1", "512"), ("2", "256"), ("4", "128"), ("8", "64"), ("16", "32")]
+    rows = re.findall(r"^ +(\d+) +(\d+) +1,048,576 +1,048,576 +1,024$", printed, re.MULTILINE)
+    assert rows == [("1", "512"), ("2", "256"), ("4", "128"), ("8", "64"), ("16", "32")]
     assert "biases add 2,048 = 4 * 512" in printed
 
 
@@ -273,7 +282,7 @@ def test_real(smollm2, minilm):
 
 def test_exercises(sentence):
     printed, names = ran("exercises")
-    assert "6 is not divisible by 4" in printed
+    assert "6 is not divisible by 4" in " ".join(printed.split())
     assert "d_model 8, 4 heads of 2" in printed and "d_model 6, 3 heads of 2" in printed
     assert "1 of width 512: 1,048,576 parameters\n8 of width  64: 1,048,576 parameters" in printed
     scores = sum(inputs.SENTENCE @ q.T @ k @ inputs.SENTENCE.T for q, k in zip(inputs.W_Q, inputs.W_K))

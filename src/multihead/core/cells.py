@@ -5,7 +5,7 @@ A weight is exp(s - lse): with the lse of an observation that has sinks, a row s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from .axes import Index, take
 from .masking import ALL, gather_cells
 from .problem import Problem
+from .statistics import Statistics
 from .tiles import by_group, parts, scaled_queries, scores
 
 _CELLS_AT_ONCE = 1 << 22
@@ -71,44 +72,83 @@ def _gather_rows(p: Problem, lse: Tensor, rows: slice, keys: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def pooled_map(problem: Problem, lse: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """The weights pooled to m x m cells: the sum and the largest of each, two (B, H, m, m).
+def second_pass(problem: Problem, statistics: Statistics, lse: Tensor) -> dict[str, Tensor]:
+    """What `statistics.later` asks, from the weights made once more, a block of rows at a time.
 
-    Cell (a, c) holds rows a*L//m .. (a+1)*L//m - 1 and keys c*S//m .. (c+1)*S//m - 1; a cell of nothing is 0.
+    Args:
+        lse: (B, H, L), of the keys alone.
+
+    Returns:
+        by name, in `problem.sums_dtype` (`statistics.TABLE` has the layouts).
     """
-    p = problem
-    total = torch.zeros(p.B, p.H, m, m, dtype=p.sums_dtype, device=p.query.device)
-    largest = torch.zeros_like(total)
-    if p.S == 0:
-        return total, largest
-    keys, there = _cells_of(p.S, m, p.query.device)
-    row_cell = _cell_of_each(p.L, m, p.query.device)
+    p, m, k = problem, statistics.map, statistics.top_keys
+    device, dtype = p.query.device, p.sums_dtype
+    sides = distance_sides(p)
+    shapes = {
+        "received": (p.S,),
+        "received_max": (p.S,),
+        "distance_histogram": (2 * sides + 1,),
+        "map": (m, m),
+        "map_max": (m, m),
+        "top_weights": (p.L, k),
+    }
+    found = {
+        name: torch.zeros(p.B, p.H, *shape, dtype=dtype, device=device)
+        for name, shape in shapes.items()
+        if name in statistics.later
+    }
+    if k:
+        found["top_keys"] = torch.full((p.B, p.H, p.L, k), -1, dtype=torch.int64, device=device)
+    if p.S == 0 or p.L == 0:
+        return {name: found[name] for name in statistics.later}
+    row_cell, key_cell = (_cell_of_each(n, m, device) for n in (p.L, p.S)) if m else (None, None)
     for batch, rows, block in _row_blocks(p, lse):
-        gathered = block.index_select(-1, keys.flatten()).unflatten(-1, keys.shape)
-        gathered = torch.where(there, gathered, 0)
-        total[batch].index_add_(2, row_cell[rows], gathered.sum(-1))
-        place = row_cell[rows, None].expand(*block.shape[:2], -1, m)
-        largest[batch].scatter_reduce_(2, place, gathered.amax(-1), "amax")
-    return total, largest
+        if "received" in found:
+            found["received"][batch] += block.sum(2)
+        if "received_max" in found:
+            found["received_max"][batch] = torch.maximum(found["received_max"][batch], block.amax(2))
+        if "distance_histogram" in found:
+            bins = distance_bins(p.visibility.sequence(batch).positions(rows)[:, :, None] - _positions(p), sides)
+            bins = bins[:, None].expand(block.shape).flatten(2)
+            found["distance_histogram"][batch].scatter_add_(2, bins, block.flatten(2))
+        if row_cell is not None and key_cell is not None:
+            # Columns first: the sums and maxima of each line of the map.
+            lines, line = row_cell[rows].unique_consecutive(return_inverse=True)
+            pooled = block.new_zeros(*block.shape[:2], len(lines), p.S)
+            place = line[:, None].expand(block.shape)
+            cells = lines[:, None] * m + key_cell
+            for name, add in (("map", pooled.scatter_add), ("map_max", _maxima(pooled))):
+                of_lines = add(2, place, block).flatten(2)
+                own, where = found[name][batch].flatten(2), cells.flatten().expand(of_lines.shape)
+                whole = own.scatter_add(2, where, of_lines) if name == "map" else _maxima(own)(2, where, of_lines)
+                found[name][batch] = whole.unflatten(2, (m, m))
+        if k:
+            n = min(k, p.S)
+            visible = narrow_visible(p, batch, rows).expand(block.shape)
+            ordered, keys = torch.sort(block.masked_fill(~visible, -1), stable=True, dim=-1, descending=True)
+            there = ordered[..., :n] != -1
+            found["top_keys"][batch, :, rows, :n] = torch.where(there, keys[..., :n], -1)
+            found["top_weights"][batch, :, rows, :n] = torch.where(there, ordered[..., :n], 0)
+    return {name: found[name] for name in statistics.later}
 
 
-@torch.no_grad()
-def top_keys(problem: Problem, lse: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k heaviest keys of each row and their weights, heaviest first: two (B, H, L, k).
+def _maxima(tensor: Tensor) -> Callable[[int, Tensor, Tensor], Tensor]:
+    return lambda axis, index, source: tensor.scatter_reduce(axis, index, source, "amax")
 
-    Where a row sees fewer keys, the rest are key -1 with weight 0.
-    """
-    p = problem
-    shape = (p.B, p.H, p.L, k)
-    keys = torch.full(shape, -1, dtype=torch.int64, device=p.query.device)
-    heaviest = torch.zeros(shape, dtype=p.sums_dtype, device=p.query.device)
-    n = min(k, p.S)
-    for batch, rows, block in _row_blocks(p, lse):
-        visible = narrow_visible(p, batch, rows).expand(block.shape)
-        values, indices = block.masked_fill(~visible, -1).topk(n, dim=-1)
-        keys[batch, :, rows, :n] = torch.where(values < 0, -1, indices)
-        heaviest[batch, :, rows, :n] = torch.where(values < 0, 0, values)
-    return keys, heaviest
+
+def _positions(p: Problem) -> Tensor:
+    return torch.arange(p.S, device=p.query.device)
+
+
+def distance_sides(problem: Problem) -> int:
+    """Bins of `distance_histogram` on either side of 0; what is further than the last is in it."""
+    return max(problem.L, problem.S).bit_length()
+
+
+def distance_bins(distance: Tensor, sides: int) -> Tensor:
+    """Which bin of 2 * sides + 1 each distance p - j is in (`statistics.distance_ranges`)."""
+    bits = torch.frexp(distance.abs().double()).exponent.long().clamp(max=sides)  # 1 for 1, 2 for 2 and 3, ...
+    return sides + torch.where(distance < 0, -bits, bits)
 
 
 def narrow_visible(problem: Problem, batch: slice, rows: slice) -> Tensor:
@@ -130,13 +170,4 @@ def _row_blocks(p: Problem, lse: Tensor) -> Iterator[tuple[slice, slice, Tensor]
 
 def _cell_of_each(size: int, m: int, device: torch.device) -> Tensor:
     """Which of m cells each of `size` positions is in: int64 (size,)."""
-    edges = torch.tensor([i * size // m for i in range(1, m + 1)], device=device)
-    return torch.searchsorted(edges, torch.arange(size, device=device), right=True)
-
-
-def _cells_of(size: int, m: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The positions of each of m cells (m, width), and which are there: narrow cells are filled up."""
-    edges = torch.tensor([i * size // m for i in range(m + 1)], device=device)
-    width = -(-size // m)
-    positions = edges[:-1, None] + torch.arange(width, device=device)
-    return positions.clamp(max=size - 1), positions < edges[1:, None]
+    return torch.arange(size, device=device) * m // size

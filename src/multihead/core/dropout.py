@@ -1,8 +1,15 @@
 """Which weights dropout keeps: a counter-based generator, so that no path, tiling or thread changes the mask.
 
-Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). Cell (b, h, i, j) takes
-word j % 4 of the counter (j // 4, i, h, b) under the key (seed's low half, seed's high half), and is kept when that
-word is at least p * 2^32.
+Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). All of it is in unsigned words
+of 32 bits, and every path makes the same mask:
+
+- key = (seed mod 2^32, (seed / 2^32) mod 2^32), of the seed as 64 bits (two's complement where it is negative);
+- counter = (j / 4, i, h, b): four keys j .. j + 3 from a multiple of 4 share one call. i is the query's row from 0 (not
+  its position among the keys), h the query head, b the sequence in the batch;
+- cell (b, h, i, j) takes word j mod 4 of the four that come out;
+- it is kept when word >= T, with T = p * 2^32 rounded to the nearest integer, to the even one of two (the product is
+  exact in double, and `nearbyint` rounds so). For p = 1, T is 2^32 and nothing is kept: T needs 64 bits;
+- a kept weight is divided by 1 - p, the softmax's sum stays that of all weights.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -152,13 +153,20 @@ def explain(
 def run(problem: Problem, statistics: Statistics | None, impl: str = "auto") -> Observation:
     """Compute a problem on the path that `choose` says; while a graph is traced, as one operator of it."""
     if ops.is_traced(problem.query):
+        if statistics is not None and statistics.later:
+            raise NotImplementedError(f"statistics: {statistics.later[0]!r} is not made in a graph; ask outside of it")
         return ops.run(problem.plain(), statistics, impl)
     recorded = autograd.is_recorded(problem)
     path = choose(problem, statistics, impl, recorded)
     if recorded or path != "native":
         problem = problem.plain()
     if recorded and path != "reference":
-        return autograd.forward(path, problem, statistics)
+        seen = autograd.forward(path, problem, statistics)
+        if statistics is None or not statistics.later:
+            return seen
+        with torch.no_grad():
+            later = paths.forward(path, problem, statistics.only_later()).statistics
+        return Observation(seen.output, seen.statistics | {name: later[name] for name in statistics.later})
     return paths.forward(path, problem, statistics)
 
 
@@ -230,9 +238,13 @@ def build_problem(
             dropout_seed = drawn if ops.is_traced(query) else int(drawn)  # type: ignore[assignment]
     start = S - L if query_start is None and lengths is None else _check_start(query_start, lengths, device, sizes)
     window = _OPEN if window is None else _check_window(window)
-    visibility = Visibility(
-        B, H, L, S, start, bool(causal), window, lengths, mask, document_ids, query_mask, device
-    )  # fmt: skip
+    has_tensors = not (mask is document_ids is query_mask is lengths is None and isinstance(start, int))
+    if not has_tensors and not ops.is_traced(query):
+        visibility = _visibility_of_sizes(B, H, L, S, start, bool(causal), window, device)
+    else:
+        visibility = Visibility(
+            B, H, L, S, start, bool(causal), window, lengths, mask, document_ids, query_mask, device
+        )  # fmt: skip
     if scale is None:
         scale = 1 / math.sqrt(sizes["D"]) if sizes["D"] else 1.0
     if pages is not None and device.type == "cpu":
@@ -242,6 +254,14 @@ def build_problem(
     return Problem(
         query, key, value, visibility, scale, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed, pages
     )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def _visibility_of_sizes(
+    B: int, H: int, L: int, S: int, start: int, causal: bool, window: Window, device: torch.device
+) -> Visibility:
+    """Rules without tensors, made once for the calls of one size, its spans too."""
+    return Visibility(B, H, L, S, start, causal, window, device=device)
 
 
 def _check_pages(query: Tensor, key: Tensor | Pages, value: Tensor | Pages) -> tuple[Pages, Pages]:
@@ -257,8 +277,10 @@ def _check_pages(query: Tensor, key: Tensor | Pages, value: Tensor | Pages) -> t
 
 def _cast_by_autocast(*tensors: Tensor) -> Sequence[Tensor]:
     """Inside torch.autocast, queries, keys and values in its type, as PyTorch casts those of its own attention."""
-    kind = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
+    if not isinstance(tensors[0], Tensor) or tensors[0].is_meta:
+        return tensors
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
         return tensors
     narrow = torch.get_autocast_dtype(kind)
     return [x.to(narrow) if x.is_floating_point() and x.dtype is not torch.float64 else x for x in tensors]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import tiled
+from .cells import distance_sides
 from .problem import Problem
 from .statistics import ROW_STATISTICS, Observation, Statistics, finish
 
@@ -55,10 +56,43 @@ def forward(problem: Problem, statistics: Statistics | None) -> Observation:
     Returns:
         the output (B, H, L, E) in the query's type, laid out in memory as the query is, and the statistics asked.
     """
-    output, found = _forward(problem, statistics, ())
+    later = () if statistics is None else statistics.later
+    output, found = _forward(problem, statistics, _SAVED if later else ())
     if statistics is None:
         return Observation(output)
-    return Observation(output, finish(_named(problem, statistics, found), problem.visibility.query_mask))
+    named = _named(problem, statistics, found)
+    if later:
+        named |= _second_pass(problem.plain(), statistics, found)
+    return Observation(output, finish(named, problem.visibility.query_mask))
+
+
+def _second_pass(p: Problem, statistics: Statistics, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What keys, distances and cells of a map gather over rows, from the rows' `top` and `inverse`."""
+    assert core is not None
+    later, m, k = statistics.later, statistics.map, statistics.top_keys
+    sides = distance_sides(p)
+    shapes = {
+        "received": (p.S,),
+        "received_max": (p.S,),
+        "distance_histogram": (2 * sides + 1,),
+        "map": (m, m),
+        "map_max": (m, m),
+        "top_keys": (p.L, k),
+        "top_weights": (p.L, k),
+    }
+    found = {
+        name: torch.empty(p.B, p.H, *shapes[name], dtype=torch.int64 if name == "top_keys" else p.sums_dtype)
+        for name in later
+    }
+    written = _Written(p, positions="distance_histogram" in later)
+    core.second_pass(
+        written.problem,
+        tuple(_address(rows[name]) for name in _SAVED),
+        tuple(_address(found.get(name)) for name in shapes),
+        (sides, m, k),
+        torch.get_num_threads(),
+    )
+    return found
 
 
 def forward_saving(problem: Problem, statistics: Statistics | None) -> dict[str, Tensor]:
@@ -135,8 +169,8 @@ def backward(
     outputs = (None, None)
     if "output" in incoming:
         outputs = (found["output"], _plain(incoming["output"].to(p.query.dtype)))
-    with_classes = statistics is not None and "class_mass" in incoming
-    classes = _classes(statistics) if with_classes else None
+    classed = statistics if "class_mass" in incoming else None
+    classes = None if classed is None else _classes(classed)
     sinks = None if p.sinks is None else _plain(p.sinks.to(p.sums_dtype)).contiguous()
     inputs = {
         "query": p.query,
@@ -167,7 +201,7 @@ def backward(
             tuple(_address(statistic_gradients.get(name)) for name in _INCOMING),
             _address(classes),
             _class_batch(p, classes),
-            0 if statistics is None or not with_classes else statistics.n_classes,
+            0 if classed is None else classed.n_classes,
             tuple(map(_address, tensors)),
             (*(_NOWHERE if x is None else x.stride() for x in tensors[:3]), _strides(tensors[3])),
             (_address(made.get("slopes")), _address(made.get("sinks"))),
@@ -180,7 +214,7 @@ def backward(
 class _Written:
     """A problem as the core reads it, and the tensors whose addresses it holds: they live as long as this does."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, positions: bool = False) -> None:
         assert core is not None
         p, visibility = problem, problem.visibility
         table = key_scales = value_scales = None
@@ -209,6 +243,7 @@ class _Written:
             self.bias = _plain(p.bias if readable else p.bias.to(p.sums_dtype))
         if p.alibi_slopes is not None:
             self.slopes = _plain(p.alibi_slopes.to(p.sums_dtype)).contiguous()
+        if p.alibi_slopes is not None or positions:
             self.positions = torch.as_tensor(visibility.query_start).expand(p.B).contiguous()
         self.problem = core.Problem(
             (p.B, p.H, p.G, p.L, p.S, p.D, p.E),

@@ -61,9 +61,15 @@ def run(
 
     Raises:
         ValueError: `impl` is "reference", which is not made for graphs, or unknown.
+        NotImplementedError: in forward mode, or under a transform of torch.func.
     """
     if impl not in ("auto", "native", "tiled"):
         raise ValueError(f"impl: expected 'auto', 'native' or 'tiled' in a graph, got {impl!r}")
+    if autograd.is_transformed():
+        raise NotImplementedError(
+            "attention in a graph has no rule for forward mode and for torch.func's grad, vmap, jvp and the like; "
+            "outside of graphs it has"
+        )
     p = problem
     arguments = _arguments(p, statistics, impl)
     if p.needs_gradients:

@@ -12,7 +12,8 @@ from .masking import ALL, Visibility
 from .pages import Pages
 
 
-@dataclass(frozen=True)
+# Never changed once made; not frozen, which would take four times as long to make, in every call.
+@dataclass(eq=False)
 class Problem:
     """One attention problem whose arguments fit each other (`functional.build_problem` makes them).
 
@@ -100,5 +101,6 @@ class Problem:
         """Whether autograd will ask this problem for gradients."""
         if not torch.is_grad_enabled():
             return False
-        inputs = (self.query, self.key, self.value, self.bias, self.alibi_slopes, self.sinks)
-        return any(x is not None and x.requires_grad for x in inputs)
+        if self.query.requires_grad or self.key.requires_grad or self.value.requires_grad:
+            return True
+        return any(x is not None and x.requires_grad for x in (self.bias, self.alibi_slopes, self.sinks))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from . import dropout
 from .axes import positions_of
+from .cells import distance_bins, distance_sides
 from .finite import is_finite
 from .masking import ALL
 from .problem import Problem
@@ -82,6 +83,7 @@ def forward(problem: Problem, statistics: Statistics | None = None) -> Observati
         asked["pair_mass"] = torch.stack(masses, -1)
     if sink_mass is not None:
         asked["sink_mass"] = sink_mass
+    asked |= _over_rows(p, statistics, weights, visible)
     return Observation(output, finish(asked, p.visibility.query_mask))
 
 
@@ -122,6 +124,33 @@ def _dropped(p: Problem, weights: Tensor) -> Tensor:
     index = [torch.arange(n, device=weights.device) for n in weights.shape]
     kept = dropout.keep(p.dropout_seed, p.dropout_p, *index)
     return torch.where(kept, weights / (1 - p.dropout_p) if p.dropout_p < 1 else weights, 0)
+
+
+def _over_rows(p: Problem, statistics: Statistics, weights: Tensor, visible: Tensor) -> dict[str, Tensor]:
+    """What keys, distances and cells of a map gather from the weights (B, H, L, S), and each row's heaviest keys."""
+    weights, device = weights.detach(), weights.device
+    sides, m, k = distance_sides(p), statistics.map, statistics.top_keys
+    found = {"received": weights.sum(2)}
+    found["received_max"] = weights.amax(2) if p.L else found["received"]
+    distance = p.visibility.positions()[:, :, None] - positions_of(ALL, p.S, device)
+    bins = distance_bins(distance, sides)[:, None].expand(weights.shape)
+    in_bin = [torch.where(bins == n, weights, 0).sum((2, 3)) for n in range(2 * sides + 1)]
+    found["distance_histogram"] = torch.stack(in_bin, -1)
+    if m:
+        cells = weights.new_zeros(2, p.B, p.H, m, m)
+        row, key = (torch.arange(n, device=device) * m // max(n, 1) for n in (p.L, p.S))
+        for a in range(m):
+            for c in range(m):
+                cell = weights[:, :, row == a][..., key == c].flatten(2)
+                if cell.shape[2]:
+                    cells[0, :, :, a, c], cells[1, :, :, a, c] = cell.sum(-1), cell.amax(-1)
+        found["map"], found["map_max"] = cells
+    if k:
+        ordered, keys = torch.sort(torch.where(visible, weights, -1), stable=True, dim=-1, descending=True)
+        missing = max(0, k - p.S)
+        ordered, keys = (torch.nn.functional.pad(x, (0, missing), value=-1)[..., :k] for x in (ordered, keys))
+        found["top_keys"], found["top_weights"] = keys.where(ordered != -1, -1), ordered.where(ordered != -1, 0)
+    return {name: found[name] for name in statistics.later}
 
 
 def _at(weights: Tensor, keys: Tensor) -> Tensor:

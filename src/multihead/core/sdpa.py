@@ -27,7 +27,7 @@ def scaled_dot_product_attention(
 
     Two things differ. A key that is masked is not there at all, so a NaN in it reaches no row, and a row whose keys
     are all masked gives zeros, where PyTorch gives zeros or NaN, by version and kernel. And dropout is PyTorch's in
-    distribution, not bit by bit. Gradients flow to query, key, value and a float `attn_mask`; second derivatives raise.
+    distribution, not bit by bit. Gradients of any order flow to query, key, value and a float `attn_mask`.
 
     Args:
         query: (..., H, L, D), two axes or more; the axes before the last two broadcast against each other.

@@ -48,6 +48,13 @@ TABLE: dict[str, Statistic] = {
         Statistic("offset_mass", "BHLk", "weight at the key j = p + offset, for each offset", 0),
         Statistic("pair_mass", "BHLN", "weight on a listed set of keys a row, for each list", 0),
         Statistic("sink_mass", "BHL", "weight that the sink took; there when the problem has sinks", 1, True),
+        Statistic("received", "BHS", "sum of the A that a key receives from the rows that see it", 0),
+        Statistic("received_max", "BHS", "the largest of them", 0),
+        Statistic("distance_histogram", "BHd", "sum of A by the distance p - j; `distance_ranges` says which", 0),
+        Statistic("map", "BHmm", "A pooled to m x m cells: the sum of each", 0),
+        Statistic("map_max", "BHmm", "the largest A of each cell", 0),
+        Statistic("top_keys", "BHLk", "the k keys of the largest A, the lower of equals first; -1 = sees no more", -1),
+        Statistic("top_weights", "BHLk", "their A", 0),
     )
 }
 
@@ -62,7 +69,30 @@ ROW_STATISTICS = (
     "key_mean",
     "key_variance",
 )
-_NEEDS = {"class_mass": "classes", "offset_mass": "offsets", "pair_mass": "pairs"}
+# Gathered over rows, from the weights made once more: asked by name.
+KEY_STATISTICS = ("received", "received_max", "distance_histogram")
+_NEEDS = {
+    "class_mass": "classes",
+    "offset_mass": "offsets",
+    "pair_mass": "pairs",
+    "map": "map",
+    "map_max": "map",
+    "top_keys": "top_keys",
+    "top_weights": "top_keys",
+}
+
+
+def distance_ranges(n_bins: int) -> list[tuple[int, int]]:
+    """The distances p - j of each bin of `distance_histogram`, first and last.
+
+    The middle bin is 0; k bins to its right, the past, are 2^(k-1) to 2^k - 1, and as many to its left, the future.
+
+    Example:
+        >>> distance_ranges(5)
+        [(-3, -2), (-1, -1), (0, 0), (1, 1), (2, 3)]
+    """
+    past = [(1 << (k - 1), (1 << k) - 1) for k in range(1, n_bins // 2 + 1)]
+    return [(-last, -first) for first, last in reversed(past)] + [(0, 0), *past]
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -70,11 +100,14 @@ class Statistics:
     """Which statistics to observe.
 
     Args:
-        names: names of row statistics; none means every one. `lse` comes always.
+        names: names of row statistics, none meaning every one, and of `received`, `received_max` and
+            `distance_histogram`, which a second pass over the weights gathers. `lse` comes always.
         classes: integers (S,) or (B, S), the class of each key, -1 = in no class; gives `class_mass`.
         n_classes: C, by default one more than the highest class.
         offsets: integers k; gives `offset_mass`, the weight at j = p + k.
         pairs: integers (L, K) or (B, L, K), each the set of keys of a row, -1 = none; gives `pair_mass`.
+        map: m; gives `map` and `map_max`, of cell (i * m // L, j * m // S), by the second pass.
+        top_keys: k; gives `top_keys` and `top_weights`, by the second pass.
 
     Raises:
         ValueError: an unknown name, or a name whose argument is missing.
@@ -89,6 +122,9 @@ class Statistics:
     n_classes: int
     offsets: tuple[int, ...]
     pairs: tuple[Tensor, ...] = field(repr=False)
+    of_keys: tuple[str, ...]
+    map: int
+    top_keys: int
 
     def __init__(
         self,
@@ -97,14 +133,20 @@ class Statistics:
         n_classes: int | None = None,
         offsets: Iterable[int] = (),
         pairs: Sequence[Tensor] = (),
+        map: int = 0,
+        top_keys: int = 0,
     ) -> None:
         offsets = tuple(int(k) for k in offsets)
+        for name, count in (("map", map), ("top_keys", top_keys)):
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise ValueError(f"{name}: expected how many, 0 or more, got {count!r}")
         given = {"classes": classes is not None, "offsets": bool(offsets), "pairs": len(pairs) > 0}
+        given |= {"map": map > 0, "top_keys": top_keys > 0}
         for name in names:
             if name in _NEEDS and not given[_NEEDS[name]]:
                 raise ValueError(f"statistics: {name!r} needs the argument {_NEEDS[name]}=")
-            if name not in _NEEDS and name not in ROW_STATISTICS:
-                known = ", ".join((*ROW_STATISTICS, *_NEEDS))
+            if name not in (*ROW_STATISTICS, *KEY_STATISTICS, *_NEEDS):
+                known = ", ".join((*ROW_STATISTICS, *KEY_STATISTICS, *_NEEDS))
                 raise ValueError(f"statistics: unknown name {name!r}; known are {known}")
         if isinstance(pairs, Tensor):
             raise TypeError("pairs: expected a sequence of tensors, one a list, got one tensor; write [pairs]")
@@ -115,6 +157,9 @@ class Statistics:
         put(self, "n_classes", _number_of_classes(self.classes, n_classes))
         put(self, "offsets", offsets)
         put(self, "pairs", tuple(_integers("pairs", keys) for keys in pairs))
+        put(self, "of_keys", tuple(name for name in KEY_STATISTICS if name in names))
+        put(self, "map", map)
+        put(self, "top_keys", top_keys)
 
     @staticmethod
     def unchecked(
@@ -122,19 +167,31 @@ class Statistics:
     ) -> Statistics:
         """A request from the parts of another one."""
         asked, parts = object.__new__(Statistics), (tuple(names), classes, n_classes, tuple(offsets), tuple(pairs))
-        for field_name, part in zip(("names", "classes", "n_classes", "offsets", "pairs"), parts, strict=True):
+        parts = (*parts, (), 0, 0)
+        names_of = ("names", "classes", "n_classes", "offsets", "pairs", "of_keys", "map", "top_keys")
+        for field_name, part in zip(names_of, parts, strict=True):
             object.__setattr__(asked, field_name, part)
         return asked
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """Every name that the observation will have, in the order of the table."""
+        """Every name that the first pass gives, in the order of the table."""
         extra = (
             ("class_mass", self.classes is not None),
             ("offset_mass", self.offsets),
             ("pair_mass", self.pairs),
         )
         return self.names + tuple(name for name, there in extra if there)
+
+    @property
+    def later(self) -> tuple[str, ...]:
+        """Every name that the second pass gives, in the order of the table."""
+        maps = ("map", "map_max") if self.map else ()
+        return (*self.of_keys, *maps, *(("top_keys", "top_weights") if self.top_keys else ()))
+
+    def only_later(self) -> Statistics:
+        """The request of the second pass alone."""
+        return Statistics("lse", *self.of_keys, map=self.map, top_keys=self.top_keys)
 
     def with_names(self, *names: str) -> Statistics:
         """The same request with more row statistics."""
@@ -151,7 +208,7 @@ class Statistics:
         return other
 
     def __contains__(self, name: str) -> bool:
-        return name in self.asked
+        return name in self.asked or name in self.later
 
     def check(self, sizes: dict[str, int]) -> None:
         """Check classes and pairs against a problem's sizes B, L, S.
@@ -224,8 +281,8 @@ def finish(statistics: dict[str, Tensor], query_mask: Tensor | None) -> dict[str
     done = {}
     for name, value in statistics.items():
         value = value if TABLE[name].carries_gradient else value.detach()
-        if query_mask is not None:
+        if query_mask is not None and TABLE[name].axes[2] == "L":
             keep = query_mask[:, None, :, None] if value.ndim == 4 else query_mask[:, None]
-            value = torch.where(keep, value, -1 if name == "argmax" else _NAN)
+            value = torch.where(keep, value, -1 if name in ("argmax", "top_keys") else _NAN)
         done[name] = value
     return done

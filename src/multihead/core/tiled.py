@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cells import gather_weights, pooled_map, top_keys, weights
+from .cells import gather_weights, second_pass, weights
 from .problem import Problem
 from .running import Running
 from .statistics import Observation, Statistics, finish
@@ -22,8 +22,7 @@ __all__ = [
     "gathered",
     "observation",
     "over_tiles",
-    "pooled_map",
-    "top_keys",
+    "second_pass",
     "weights",
     "working_bytes",
 ]
@@ -42,6 +41,8 @@ def forward(problem: Problem, statistics: Statistics | None = None) -> Observati
     found = over_tiles(problem, statistics)
     if statistics is not None:
         found |= gathered(problem, statistics, found["lse"])
+        if statistics.later:
+            found |= second_pass(problem, statistics, found["lse"])
     return observation(problem, statistics, found)
 
 
@@ -49,7 +50,8 @@ def observation(problem: Problem, statistics: Statistics | None, found: dict[str
     """What was found as if there were no sinks, as the result of a call: sinks take their share here."""
     p = problem
     output = found["output"]
-    asked = {} if statistics is None else {name: found[name] for name in statistics.asked}
+    names = () if statistics is None else (*statistics.asked, *(x for x in statistics.later if x in found))
+    asked = {name: found[name] for name in names}
     if p.sinks is not None:
         output, with_sink = _give_to_sinks(output, found["lse"], p.sinks)
         asked |= with_sink if statistics is not None else {}

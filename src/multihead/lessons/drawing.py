@@ -1,4 +1,4 @@
-"""A whole layer drawn for one word, with the numbers of every stage: as text, and as a picture."""
+"""Pictures of heads at work: who looks at whom, and a whole layer with the numbers of every stage."""
 
 from __future__ import annotations
 
@@ -116,6 +116,36 @@ def layer_picture(layer: MultiHeadAttention, x: Tensor, words: Sequence[str], wo
     return Picture("layer.svg", alt, draw.svg(_PANEL * 2 + 60, y + 40))
 
 
+def heads_picture(weights: Tensor, words: Sequence[str]) -> Picture:
+    """Who looks at whom: a panel for each head of (H, L, L), a line for each weight, thick and dark as it is large."""
+    draw, wide, gap, row = _Drawing(), 400, 20, 44
+    height = 64 + row * len(words) + 14
+    for h, head in enumerate(weights.tolist()):
+        x, colour = gap + h * (wide + gap), _HEADS[h]
+        draw.frame(x, 16, wide, height - 16, colour, f"head {h}")
+        draw.label(x + 64, 60, "asks")
+        draw.label(x + wide - 64, 60, "is asked")
+        for i, asking in enumerate(words):
+            y = 64 + row * i + row / 2
+            draw.text(x + 96, y + 5, asking, "#101828", size=16, anchor="end")
+            draw.text(x + wide - 96, y + 5, asking, "#101828", size=16, anchor="start")
+            for j, weight in enumerate(head[i]):
+                to = 64 + row * j + row / 2
+                draw.line(x + 106, y, x + wide - 106, to, colour, weight)
+        for i, asked in enumerate(head):
+            j = max(range(len(words)), key=asked.__getitem__)
+            # On the line, a fifth of its way: lines of different words are apart there.
+            y = 64 + row * (i + (j - i) * 0.2) + row / 2
+            draw.tag(x + 106 + (wide - 212) * 0.2, y, f"{asked[j]:.2f}", colour)
+    links = [
+        f"head {h}: "
+        + ", ".join(f"{word} to {words[int(row.argmax())]} {row.max():.2f}" for word, row in zip(words, head))
+        for h, head in enumerate(weights)
+    ]
+    alt = f"Lines from the words that ask to the words that are asked, by head; the strongest: {'; '.join(links)}"
+    return Picture("heads.svg", alt, draw.svg(gap + len(weights) * (wide + gap), height + 20))
+
+
 class _Drawing:
     """Shapes of an SVG, in the order in which they are drawn."""
 
@@ -190,15 +220,33 @@ class _Drawing:
             f'stroke-width="1.6" marker-end="url(#tip)"/>'
         )
 
+    def line(self, x: float, y: float, to_x: float, to_y: float, colour: str, weight: float) -> None:
+        """A straight line, thick and dark as a weight is large."""
+        self.parts.append(
+            f'<path d="M{x:g} {y:g}L{to_x:g} {to_y:g}" stroke="{colour}" stroke-width="{1 + 7 * weight:.2f}" '
+            f'stroke-opacity="{0.1 + 0.9 * weight:.2f}" stroke-linecap="round"/>'
+        )
+
+    def tag(self, x: float, y: float, words: str, colour: str) -> None:
+        """A few signs on a white ground, in the middle of a place."""
+        self.parts.append(
+            f'<rect x="{x - 17:g}" y="{y - 10:g}" width="34" height="20" rx="4" fill="#ffffff" stroke="{colour}"/>'
+        )
+        self.text(x, y + 4.5, words, "#101828", size=12)
+
+    def frame(self, x: float, y: float, width: float, height: float, colour: str, name: str) -> None:
+        """A tinted frame with a name in its corner."""
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="8" fill="{colour}" '
+            f'fill-opacity="0.04" stroke="{colour}" stroke-width="1.4"/>'
+        )
+        self.text(x + 14, y + 22, name, colour, size=15, weight=600, anchor="start")
+
     def panel(self, x: float, y: float, h: int, stage: _Stage, words: Sequence[str], word: int) -> float:
         """One head in a frame; gives where the frame ends."""
         D, E, L = len(stage.question), len(stage.output), len(words)
         colour, high = _HEADS[h], 92 + (L + 1) * _HIGH + 34
-        self.parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{_PANEL}" height="{high}" rx="8" fill="{colour}" fill-opacity="0.04" '
-            f'stroke="{colour}" stroke-width="1.4"/>'
-        )
-        self.text(x + 14, y + 22, f"head {h}", colour, size=15, weight=600, anchor="start")
+        self.frame(x, y, _PANEL, high, colour, f"head {h}")
         keys, scores, values = x + 58, x + 58 + D * _CELL + 8, x + _PANEL - 14 - E * _CELL
         bars = scores + 44
         room = values - bars - 12

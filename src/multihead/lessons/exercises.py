@@ -13,12 +13,12 @@ import torch
 
 import multihead as mh
 from multihead.lessons.inputs import LABELS, READERS, SENTENCE, TYPED, W_K, W_O, W_Q, W_V
-from multihead.lessons.tools import numbers, symbols, table, weights
+from multihead.lessons.tools import numbers, symbols, table, weights, wrapped
 
 try:
     mh.MultiHeadAttention(6, 4)
 except ValueError as error:
-    print(error)
+    print(wrapped(error))
 
 # %% [markdown]
 # Heads share the width of the model evenly, and six does not divide by four. So change one of the two numbers:
@@ -91,7 +91,8 @@ print(f"{'all':<25} {sum(p.numel() * p.element_size() for p in layer.parameters(
 plain, biased = (mh.MultiHeadAttention(64, 8, bias=bias) for bias in (False, True))
 counts = [sum(p.numel() for p in layer.parameters()) for layer in (plain, biased)]
 added = {name: tuple(p.shape) for name, p in biased.named_parameters() if name.endswith("bias")}
-print(f"{counts[0]:,} -> {counts[1]:,} parameters: {counts[1] - counts[0]} more, {added}")
+print(f"{counts[0]:,} -> {counts[1]:,} parameters: {counts[1] - counts[0]} more")
+print(added)
 
 # %% [markdown]
 # 4 * 64, a number for each row of the four matrices: 1,024 bytes. What does the one on the keys do? It adds the same to
@@ -117,7 +118,7 @@ wanted = torch.full((6, 6), torch.nan)
 for i in range(4):
     wanted[i, i + 2] = 0.9
 ahead = mh.nn.head_for(TYPED, wanted, d_head=2)
-print(ahead)
+print(wrapped(ahead))
 
 layer = mh.MultiHeadAttention(4, 3, d_head=2).requires_grad_(False)
 for head, matrix in zip(layer.heads, READERS):
@@ -135,4 +136,4 @@ print(table(third, LABELS))
 for i in range(4):
     wanted[i] = 0.1 / 5
     wanted[i, i + 2] = 0.9
-print(mh.nn.head_for(TYPED, wanted, d_head=2))
+print(wrapped(mh.nn.head_for(TYPED, wanted, d_head=2)))

@@ -15,6 +15,7 @@ head can do the work of both, and then trains pairs of heads to see what makes t
 import torch
 
 import multihead as mh
+from multihead.lessons.drawing import heads_picture
 from multihead.lessons.inputs import SENTENCE, W_K, W_O, W_Q, W_V, WORDS
 from multihead.lessons.tools import numbers, table, weights
 
@@ -36,6 +37,7 @@ for h in range(2):
 for h in range(2):
     links = [f"{word} to {WORDS[row.argmax()]} {row.max():.2f}" for word, row in zip(WORDS, seen[h])]
     print(f"head {h}: " + ", ".join(links))
+picture = heads_picture(seen, WORDS)
 
 # %% [markdown]
 # ## Why one head could not do both

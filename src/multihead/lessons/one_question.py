@@ -20,13 +20,13 @@ import torch
 
 import multihead as mh
 from multihead.lessons.inputs import FIRST_ANSWER, QUESTION, SECOND_ANSWER
-from multihead.lessons.tools import numbers, shade, weights
+from multihead.lessons.tools import numbers, shade, weights, wrapped
 
 x = torch.eye(3)  # (L=3, d_model=3)
 wanted = torch.full((3, 3), torch.nan)
 wanted[2] = FIRST_ANSWER
 first = mh.nn.head_for(x, wanted)
-print(first)
+print(wrapped(first))
 print("W_Q", numbers(first.W_Q[0], 3))
 print("W_K", numbers(first.W_K[0], 3))
 
@@ -40,7 +40,7 @@ print("W_K", numbers(first.W_K[0], 3))
 # %%
 wanted[2] = SECOND_ANSWER
 second = mh.nn.head_for(x, wanted)
-print(second)
+print(wrapped(second))
 
 # %% [markdown]
 # ## Both in one layer
@@ -69,7 +69,7 @@ both[2, 0], both[2, 1] = FIRST_ANSWER[0], SECOND_ANSWER[1]
 try:
     mh.nn.head_for(x, both)
 except ValueError as error:
-    print(error)
+    print(wrapped(error))
 
 # %% [markdown]
 # What one head can do is share. With equal parts for both, and what "it" had before, each reader gets less than it
@@ -92,6 +92,6 @@ for word, weight, was in zip(QUESTION, shared.weights[2].tolist(), seen[:, 2].ma
 each = torch.tensor([[0.1, 0.8, 0.1], [0.1, 0.1, 0.8], [0.8, 0.1, 0.1]])
 for width in (1, 2):
     design = mh.nn.head_for(x, each, width)
-    print(design)
+    print(wrapped(design))
     for word, row in zip(QUESTION, design.weights.tolist()):
         print(f"  {word:<8}" + "  ".join(f"{weight:.2f} {shade(weight)}" for weight in row))

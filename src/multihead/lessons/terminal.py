@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.highlighter import ReprHighlighter
 from rich.markdown import Markdown
 from rich.padding import Padding
 from rich.syntax import Syntax
@@ -18,6 +17,7 @@ from .lesson import Cell, Lesson
 
 WIDTH = 80
 _INDENT = 2
+_NUMBER = r"(?<![\w.])[+-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?!\w)"
 
 
 def contents(lessons: Iterable[Lesson], missing: dict[str, str]) -> RenderableType:
@@ -64,5 +64,7 @@ def code(cell: Cell) -> RenderableType:
 
 def output(printed: str) -> RenderableType:
     """What a cell printed."""
-    text = ReprHighlighter()(Text(printed.rstrip("\n"), no_wrap=True, overflow="ignore"))
+    text = Text(printed.rstrip("\n"), no_wrap=True, overflow="ignore")
+    text.highlight_regex(_NUMBER, "cyan")
+    text.highlight_regex("[░▒▓█]+", "bright_blue")
     return Padding(text, (1, 0, 0, _INDENT), expand=False)

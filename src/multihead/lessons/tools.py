@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import fill
 
 import torch
 from torch import Tensor
@@ -65,6 +66,12 @@ def symbols(weights: Tensor, labels: Sequence[str]) -> str:
 def _symbol(weight: float) -> str:
     level = int(20 * weight)
     return "####" if level > 4 else "##" if level > 2 else "."
+
+
+def wrapped(text: object) -> str:
+    """A message in lines of 78 characters; a line that begins with a dash goes on under its first word."""
+    lines = str(text).splitlines()
+    return "\n".join(fill(line, 78, subsequent_indent="  " if line.startswith("- ") else "") for line in lines)
 
 
 def beside(*blocks: str, gap: int = 4) -> str:

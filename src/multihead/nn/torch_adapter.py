@@ -24,7 +24,7 @@ class TorchMultiheadAttention(nn.MultiheadAttention):
     where PyTorch follows a wrong hint in some calls and ignores it in others.
 
     Dropout is PyTorch's in distribution, not bit by bit; as there, the weights that are returned are those after
-    dropout. Second derivatives raise.
+    dropout.
 
     Example:
         >>> theirs = torch.nn.MultiheadAttention(16, 4, batch_first=True)
