@@ -25,6 +25,10 @@ namespace multihead {
 namespace MH_BUILD {
 namespace {
 
+constexpr int kBlockRows = 96;   // rows of a block, whole tiles
+constexpr int kBlockKeys = 192;  // keys of a block, whole tiles and panels
+static_assert(kBlockRows <= kRows && kBlockKeys <= kKeys && kBlockRows % kTileRows == 0 &&
+              kBlockKeys % kTileRows == 0 && kBlockKeys % kColumns == 0);
 constexpr double kSerialWork = 1.0e6;  // multiply-adds under which waking a thread costs more than it gives
 
 // o (n tiles of R rows, kColumns) = a . b, added to what o holds if kAdd, over the terms of each tile. The
@@ -53,13 +57,21 @@ MH_LOOP void product_tiles(const Real* a, const Real* b, int64_t ld, const Colum
 
 // Whether n numbers, whole vectors of them, are finite.
 bool all_finite(const Real* x, int64_t n) {
-  Reals odd{};  // x - x is 0 for a finite x, NaN otherwise
-  for (int64_t i = 0; i < n; i += kLanes) {
+  constexpr int kChains = 4;  // sums that do not wait for each other
+  Reals odd[kChains] = {};    // x - x is 0 for a finite x, NaN otherwise
+  int64_t i = 0;
+  for (; i + kChains * kLanes <= n; i += kChains * kLanes)
+    for (int k = 0; k < kChains; ++k) {
+      const Reals v = load(x + i + k * kLanes);
+      odd[k] += v - v;
+    }
+  for (; i < n; i += kLanes) {
     const Reals v = load(x + i);
-    odd += v - v;
+    odd[0] += v - v;
   }
+  const Reals sum = odd[0] + odd[1] + odd[2] + odd[3];
   for (int lane = 0; lane < kLanes; ++lane)
-    if (odd[lane] != 0) return false;
+    if (sum[lane] != 0) return false;
   return true;
 }
 
@@ -71,17 +83,20 @@ int64_t row_stride(int64_t width) {
   return stride / line % 2 ? stride : stride + line;
 }
 
+// Dot products of kDots pairs of rows. Each sums in the order of score_tiles: then dO.o of a row that sees
+// one key is dO.v to the bit, and their difference 0. Side by side, because each sum waits for its last
+// product.
+constexpr int kDots = 8;
 template <typename T>
-Real dot(Matrix<T> a, Matrix<T> b, int64_t width) {
-  Real sum = 0;
-  int64_t e = 0;
-  if (a.column == 1 && b.column == 1) {
-    Reals lanes{};
-    for (; e + kLanes <= width; e += kLanes) lanes += load(a.data + e) * load(b.data + e);
-    for (int lane = 0; lane < kLanes; ++lane) sum += lanes[lane];
+MH_LOOP void dots(const Matrix<T>* a, const Matrix<T>* b, int64_t width, Real* out) {
+  const int64_t step_a = a[0].column, step_b = b[0].column;
+  std::fill_n(out, kDots, Real(0));
+  for (int64_t from = 0; from < width; from += kDepth) {
+    Real sum[kDots] = {};
+    for (int64_t e = from; e < std::min(width, from + kDepth); ++e)
+      for (int k = 0; k < kDots; ++k) sum[k] += widen(a[k].data[e * step_a]) * widen(b[k].data[e * step_b]);
+    for (int k = 0; k < kDots; ++k) out[k] = from ? out[k] + sum[k] : sum[k];
   }
-  for (; e < width; ++e) sum += widen(a.data[e * a.column]) * widen(b.data[e * b.column]);
-  return sum;
 }
 
 // Which blocks of keys the rows of a block see, [first, last], and the next one to add to their dQ.
@@ -118,11 +133,9 @@ class Kernel {
         upstream_row(row_stride(width + f.C)),
         key_panels(ceil_div(f.D, kColumns)),
         value_panels(ceil_div(f.E, kColumns)),
-        rows_of_block(f.D + f.E <= 2 * 96 ? 96 : 48),
-        keys_of_block(f.D + f.E <= 2 * 96 ? 192 : 96),
-        key_blocks(ceil_div(f.S, keys_of_block)),
+        key_blocks(ceil_div(f.S, kBlockKeys)),
         stream_rows(group * f.L),
-        row_blocks(ceil_div(stream_rows, rows_of_block)),
+        row_blocks(ceil_div(stream_rows, kBlockRows)),
         in_place(f.stored == (kSingle ? Stored::kFloat : Stored::kDouble) && f.d_query.column == 1),
         bias_of(f.d_bias.data == nullptr ? Bias::kNone
                 : f.d_bias.column == 0   ? Bias::kRows
@@ -173,17 +186,17 @@ class Kernel {
     if (bias_of == Bias::kColumns) of_bias = zeros(f.B * f.H * f.S);
     turns.reset(new Turn[static_cast<size_t>(f.B * f.G * row_blocks)]);
 
-    const int64_t n = keys_of_block;
-    const int64_t sizes[] = {rows_of_block * score.query_row,
-                             rows_of_block * upstream_row,
-                             rows_of_block * kScoreRow,
-                             rows_of_block * kScoreRow,
-                             f.softcap != 0 ? rows_of_block * kScoreRow : 0,
+    const int64_t n = kBlockKeys;
+    const int64_t sizes[] = {kBlockRows * score.query_row,
+                             kBlockRows * upstream_row,
+                             kBlockRows * kScoreRow,
+                             kBlockRows * kScoreRow,
+                             f.softcap != 0 ? kBlockRows * kScoreRow : 0,
                              n * f.D,
                              n * key_panels * kColumns,
                              n * f.E,
                              n * f.C,
-                             rows_of_block * key_panels * kColumns,
+                             kBlockRows * key_panels * kColumns,
                              n * key_panels * kColumns,
                              n * value_panels * kColumns};
     int64_t all = 0;
@@ -200,13 +213,13 @@ class Kernel {
   }
 
   int rows_in(int64_t block) const {
-    return static_cast<int>(std::min<int64_t>(rows_of_block, stream_rows - block * rows_of_block));
+    return static_cast<int>(std::min<int64_t>(kBlockRows, stream_rows - block * kBlockRows));
   }
 
   // Calls f(r, head, query) for the rows of a block: the heads of a group lie one after the other.
   template <typename F>
   void each_row(int64_t g, int64_t block, F&& call) const {
-    const int64_t first = block * rows_of_block;
+    const int64_t first = block * kBlockRows;
     int64_t h = g * group + first / f.L, i = first % f.L;
     for (int r = 0, n = rows_in(block); r < n; ++r) {
       call(r, h, i);
@@ -228,12 +241,12 @@ class Kernel {
     each_row(g, block, [&](int, int64_t h, int64_t i) {
       const Span span = score.row_at(b, h, i).span;
       if (span.begin < span.end) some = {std::min(some.begin, span.begin), std::max(some.end, span.end)};
-      start_row(b, h, i);
     });
+    with_stored(f.stored, [&](const auto* type) { start_each(type, b, g, block); });
     Turn& turn = turn_of(b, g, block);
     const bool any = some.begin < some.end;
-    turn.first = any ? static_cast<int32_t>(some.begin / keys_of_block) : 0;
-    turn.last = any ? static_cast<int32_t>((some.end - 1) / keys_of_block) : -1;
+    turn.first = any ? static_cast<int32_t>(some.begin / kBlockKeys) : 0;
+    turn.last = any ? static_cast<int32_t>((some.end - 1) / kBlockKeys) : -1;
     turn.next.store(turn.first, std::memory_order_relaxed);
     if (!any && f.d_query.data)
       with_stored(f.stored, [&](const auto* type) {
@@ -249,7 +262,32 @@ class Kernel {
     return static_cast<T*>(tensor.data) + b * tensor.batch + head * tensor.head + row * tensor.row;
   }
 
-  void start_row(int64_t b, int64_t h, int64_t i) {
+  template <typename T>
+  void start_each(const T* type, int64_t b, int64_t g, int64_t block) {
+    struct Place {
+      int64_t h, i;
+    } place[kDots];
+    Matrix<T> gradient[kDots], output[kDots];
+    Real inner[kDots] = {};
+    int count = 0;
+    const int n = rows_in(block);
+    each_row(g, block, [&](int r, int64_t h, int64_t i) {
+      place[count++] = {h, i};
+      if (count < kDots && r + 1 < n) return;
+      if (f.d_output.data) {
+        for (int k = 0; k < kDots; ++k) {
+          const Place& of = place[std::min(k, count - 1)];
+          gradient[k] = head_of(type, f.d_output, b, of.h, of.i);
+          output[k] = head_of(type, f.output, b, of.h, of.i);
+        }
+        dots(gradient, output, f.E, inner);
+      }
+      for (int k = 0; k < count; ++k) start_row(b, place[k].h, place[k].i, inner[k]);
+      count = 0;
+    });
+  }
+
+  void start_row(int64_t b, int64_t h, int64_t i, double inner) {
     const int64_t n = at(b, h, i);
     const double inverse = f.inverse[n], d_lse = f.d_lse ? f.d_lse[n] : 0.0;
     shift[n] = 0;
@@ -259,11 +297,6 @@ class Kernel {
       if (of_sink) of_sink[n] = d_lse;
       return;
     }
-    double inner = 0;
-    if (f.d_output.data)
-      inner = with_stored(f.stored, [&](const auto* type) -> Real {
-        return dot(head_of(type, f.d_output, b, h, i), head_of(type, f.output, b, h, i), f.E);
-      });
     double keys = 1;
     const double log_inverse = f.sinks || f.d_entropy ? std::log(inverse) : 0.0;
     if (f.sinks) {
@@ -288,8 +321,8 @@ class Kernel {
 
   // Everything that goes through a block of keys of one head.
   void add_keys(int64_t b, int64_t g, int64_t key_block, Space& s) {
-    const int64_t first = key_block * keys_of_block;
-    const int64_t count = std::min<int64_t>(keys_of_block, f.S - first);
+    const int64_t first = key_block * kBlockKeys;
+    const int64_t count = std::min<int64_t>(kBlockKeys, f.S - first);
     const int64_t padded = ceil_div(count, kColumns) * kColumns;
     bool odd = false;
     with_stored(f.stored, [&](const auto* type) {
@@ -332,7 +365,7 @@ class Kernel {
   // A block of rows against a block of keys.
   void add_rows(int64_t b, int64_t g, int64_t block, int64_t key_block, int64_t padded, bool odd, Space& s) {
     const int n = rows_in(block), tiles = static_cast<int>(ceil_div(n, kTileRows));
-    const int64_t first = key_block * keys_of_block;
+    const int64_t first = key_block * kBlockKeys;
     odd = !pack_rows(b, g, block, s) || odd;
     Columns seen[kTiles];
     score.of_block(s.query, s.keys, n, first, padded, s.row, seen, s.weights,
@@ -426,6 +459,7 @@ class Kernel {
       Real* const d = s.change + r * kScoreRow;
       const Columns in = clear_outside(seen[r / kTileRows], padded, a, d);
       const Real top = s.of.top[r], inverse = s.of.inverse[r], shift = s.of.shift[r], lean = s.of.lean[r];
+#pragma GCC unroll 4
       for (int c = in.from; c < in.to; c += kLanes) {
         const Reals x = floored(load(a + c) - top);
         const Reals p = exp2(x) * inverse;
@@ -477,7 +511,7 @@ class Kernel {
   // alone; those over keys are added to what the block before has left.
   void sum_cells(int64_t b, int64_t g, int64_t block, int64_t key_block, const Columns* seen, Space& s) {
     if (f.d_slopes || bias_of == Bias::kRows) wait_for_turn(turn_of(b, g, block), key_block);
-    const int64_t first = key_block * keys_of_block;
+    const int64_t first = key_block * kBlockKeys;
     each_row(g, block, [&](int r, int64_t h, int64_t i) {
       const Columns in = seen[r / kTileRows];
       const int64_t end = std::min<int64_t>(in.to, f.S - first);
@@ -516,13 +550,16 @@ class Kernel {
   // dV += A^T dO, dK += dS^T Q, and this block's part of dQ, dS K.
   void multiply(int n, int64_t padded, const Columns* seen, Space& s) const {
     // The rows that see a tile of keys.
-    Columns rows[kKeys];
+    Columns rows[kKeys / kTileRows + 1];
     const int key_tiles = static_cast<int>(ceil_div(padded, kTileRows));
     for (int k = 0; k < key_tiles; ++k) {
-      rows[k] = {n, 0};
-      for (int begin = 0, t = 0; begin < n; begin += kTileRows, ++t)
-        if (seen[t].from < (k + 1) * kTileRows && k * kTileRows < seen[t].to)
-          rows[k] = {std::min(rows[k].from, begin), std::min(n, begin + kTileRows)};
+      const auto sees = [&](int t) {
+        return seen[t].from < (k + 1) * kTileRows && k * kTileRows < seen[t].to;
+      };
+      int from = 0, to = static_cast<int>(ceil_div(n, kTileRows));
+      while (from < to && !sees(from)) ++from;
+      while (from < to && !sees(to - 1)) --to;
+      rows[k] = {from * kTileRows, std::min(n, to * kTileRows)};
     }
     const auto over_rows = [&](const Real* cells, const Real* right, int64_t ld, int64_t panels, Real* to) {
       for (int64_t e = 0; e < panels; ++e)
@@ -539,7 +576,7 @@ class Kernel {
       by_tiles(n, [&](auto tile, int r, int count) {
         product_tiles<tile.count, kScoreRow, 1, false>(
             s.change + r * kScoreRow, s.key_columns + e * padded * kColumns, kColumns, seen + r / kTileRows,
-            count, s.d_query + (e * rows_of_block + r) * kColumns);
+            count, s.d_query + (e * kBlockRows + r) * kColumns);
       });
   }
 
@@ -550,7 +587,7 @@ class Kernel {
       for (int64_t e = 0; e < panels; ++e)
         for (int c = 0; c < kColumns; ++c) to[e * to_panel + c] += factor * from[e * from_panel + c];
     };
-    std::fill_n(s.d_query, rows_of_block * key_panels * kColumns, Real(0));
+    std::fill_n(s.d_query, kBlockRows * key_panels * kColumns, Real(0));
     for (int r = 0; r < n; ++r)
       for (int j = seen[r / kTileRows].from; j < seen[r / kTileRows].to; ++j) {
         if (!sees(s.row[r], first + j)) continue;
@@ -558,8 +595,7 @@ class Kernel {
         const int64_t key = j * kColumns, key_panel = padded * kColumns;
         if (width) add(p, s.upstream + r * upstream_row, kColumns, value_panels, s.d_value + key, key_panel);
         add(d, s.query + r * score.query_row, kColumns, key_panels, s.d_key + key, key_panel);
-        add(d, s.key_columns + key, key_panel, key_panels, s.d_query + r * kColumns,
-            rows_of_block * kColumns);
+        add(d, s.key_columns + key, key_panel, key_panels, s.d_query + r * kColumns, kBlockRows * kColumns);
       }
   }
 
@@ -577,7 +613,7 @@ class Kernel {
         each_row(g, block, [&](int r, int64_t h, int64_t i) {
           Real* const sum = sum_of(b, h, i);
           for (int64_t e = 0; e < f.D; e += kColumns) {
-            const Real* const from = s.d_query + e * rows_of_block + r * kColumns;
+            const Real* const from = s.d_query + e * kBlockRows + r * kColumns;
             const int64_t columns = std::min<int64_t>(kColumns, f.D - e);
             if (begins)
               for (int64_t c = 0; c < columns; ++c) sum[e + c] = any ? from[c] : Real(0);
@@ -623,7 +659,6 @@ class Kernel {
   const Backward<Real>& f;
   const Scores score;
   const int64_t group, width, upstream_row, key_panels, value_panels;
-  const int rows_of_block, keys_of_block;
   const int64_t key_blocks, stream_rows, row_blocks;
   const bool in_place;  // whether dQ is summed where it goes
   const Bias bias_of;

@@ -168,6 +168,30 @@ def test_every_request_gives_the_same_bits(path, seed):
             assert same_bits(x, whole.statistics[name]), name
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("n_queries", [3, 149])
+def test_seeing_changes_no_bit_of_any_type(core, dtype, n_queries):
+    """Over several blocks of keys: a compiler may round the form that sees otherwise than the one that does not."""
+    for seed in range(8):
+        random = torch.Generator().manual_seed(seed)
+        query, key, value = (
+            torch.randn(1, 5, n, width, generator=random).to(dtype)
+            for n, width in ((n_queries, 37), (1031, 37), (1031, 53))
+        )
+        blind = mh.attention(query, key, value, impl=core)
+        for asked in (mh.Statistics("lse"), mh.Statistics(), mh.Statistics(classes=torch.arange(1031) % 3)):
+            assert torch.equal(mh.observe(query, key, value, statistics=asked, impl=core).output, blind)
+
+
 # Same bits again.
 def alone(drawn, b):
     """One sequence of a drawn problem."""

@@ -138,7 +138,7 @@ def forward_saving(problem: Problem, statistics: Statistics | None) -> dict[str,
 
     Returns:
         the output and the statistics asked, by name, before padding is taken out (`statistics.finish`); `argmax` too
-        where max_logit is asked; and (B, H, L) of each row's scores: `top`, the largest in units of log 2, and
+        where max_logit is asked; and (B, H, L) of each row's scores in units of log 2: `top`, the largest, and
         `inverse`, 1 / sum 2^(score - top), which is 0 for rows without keys alone.
     """
     wanted = statistics
@@ -207,8 +207,8 @@ def backward(
     outputs = (None, None)
     if "output" in incoming:
         outputs = (found["output"], _plain(incoming["output"].to(p.query.dtype)))
-    with_classes = statistics is not None and "class_mass" in incoming
-    classes = _classes(statistics) if statistics is not None and with_classes else None
+    classed = statistics if "class_mass" in incoming else None
+    classes = None if classed is None else _classes(classed)
     sinks = None if p.sinks is None else _plain(p.sinks.to(p.sums_dtype)).contiguous()
     inputs = {
         "query": p.query,
@@ -239,7 +239,7 @@ def backward(
             tuple(_address(statistic_gradients.get(name)) for name in _INCOMING),
             _address(classes),
             _class_batch(p, classes),
-            0 if statistics is None or not with_classes else statistics.n_classes,
+            0 if classed is None else classed.n_classes,
             tuple(map(_address, tensors)),
             (*(_NOWHERE if x is None else x.stride() for x in tensors[:3]), _strides(tensors[3])),
             (_address(made.get("slopes")), _address(made.get("sinks"))),
