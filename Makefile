@@ -63,7 +63,7 @@ test-neon: ## the C++ tests for NEON, by Debian's g++-aarch64-linux-gnu and qemu
 	    -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_EXE_LINKER_FLAGS=-static \
 	    -DMULTIHEAD_EXTENSION=OFF -DMULTIHEAD_TESTS=ON
 	cmake --build build/cpp-neon --parallel $(WORKERS)
-	qemu-aarch64 build/cpp-neon/attention_test
+	qemu-aarch64 build/cpp-neon/attention_test && qemu-aarch64 build/cpp-neon/backward_test
 
 lint: setup ## ruff and clang-format, changing nothing
 	$(VENV)/bin/ruff check .

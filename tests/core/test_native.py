@@ -320,7 +320,6 @@ def test_small_checked_on_paper():
 def test_says_why_it_cannot_serve():
     x = random(1, 2, 5, 4)
     for inputs, options, words in (
-        ([x.to("meta")] * 3, {}, "query is on meta"),
         ([x] * 3, {"dropout_p": 0.5}, "dropout"),
     ):
         with pytest.raises(ValueError, match=f"'native' cannot serve this call: .*{words}"):
