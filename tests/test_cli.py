@@ -226,3 +226,20 @@ def test_a_reader_that_leaves_early_is_no_error(model, tmp_path):
 def test_version(run):
     result = run("--version")
     assert result.exit_code == 0 and result.stdout.startswith("multihead ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["look"], "Missing argument 'MODEL'"),
+        (["look", "smollm2", "--max-tokens", "many"], "--max-tokens"),
+        (["look", "smollm2", "--no-such"], "--no-such"),
+        (["lok"], "lok"),
+    ],
+)
+def test_a_command_line_that_does_not_parse_is_told_in_one_line(arguments, words):
+    done = subprocess.run(
+        [sys.executable, "-m", "multihead", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("multihead: ") and done.stderr.count("\n") == 1 and words in done.stderr

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 try:
     import typer
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from multihead.lessons import Lesson
 
+# What a command line that does not parse raises; typer keeps click's in one place or another.
+_WrongUsage: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 DEFAULT_PAGE = Path("multihead-report.html")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -39,7 +41,15 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without the shades shows question marks
     try:
-        app()
+        code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except _WrongUsage as error:
+        message = " ".join(error.format_message().split()).rstrip(".")
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message(), file=sys.stderr)
+        else:
+            print(f"multihead: {visible(message)} (--help lists what there is)", file=sys.stderr)
+        sys.exit(2)
     except BrokenPipeError:
         # The reader, such as head, has what it wanted. Python would complain again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
