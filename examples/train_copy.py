@@ -5,7 +5,7 @@ now the first time, and that takes two heads, one after the other: a head of lay
 it, and a head of layer 1 looks for the token that came after this one (Olsson et al. 2022, "In-context Learning and
 Induction Heads"). How many tokens are said twice differs, so no head can know by position where to look.
 
-    python examples/train_copy.py                              # about a minute on two cores
+    python examples/train_copy.py                              # about a minute
     python examples/train_copy.py --length 32 --steps 400      # shorter sequences are learnt sooner
 
 The loss is that of the tokens said again; the others are chance. The same seed gives the same figures on one machine.
@@ -177,6 +177,7 @@ def main() -> None:
     if given.steps < 0 or given.every < 1 or not 8 <= given.length <= VOCABULARY:
         parser.error(f"expected steps >= 0, every >= 1 and 8 <= length <= {VOCABULARY}")
     torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)  # more would wait for each other most of the time: the model is small
     tell_heads(*train(given.steps, given.every, given.length, given.seed))
 
 
