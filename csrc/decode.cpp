@@ -13,8 +13,9 @@ namespace MH_BUILD {
 namespace {
 
 constexpr int64_t kPart = 4 * kKeys;  // keys of a part
-constexpr int kFew = 16;              // query rows that share a key, at most
-constexpr int kChunk = 32;            // keys, or values, that stay in the L1 cache for all rows
+constexpr int kFewQueries = 8;
+constexpr int kFew = 16;    // query rows that share a key, at most
+constexpr int kChunk = 32;  // keys, or values, that stay in the L1 cache for all rows
 
 // Both loops over a block ask for what the next one reads, `ahead`, as they go along: a core that computes
 // and waits for memory in turn gets half of what the memory gives.
@@ -339,7 +340,7 @@ class Decoder {
 
 }  // namespace
 
-bool decodes(const Forward<Real>& f) { return f.G > 0 && f.L * (f.H / f.G) <= kFew; }
+bool decodes(const Forward<Real>& f) { return f.G > 0 && f.L <= kFewQueries && f.L * (f.H / f.G) <= kFew; }
 
 bool decode(const Forward<Real>& problem) { return Decoder(problem).run(); }
 

@@ -4,7 +4,7 @@
 
 #include "attention.h"
 #include "vectors.h"
-#if MH_SINGLE && defined(__F16C__)
+#if MH_SINGLE && defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -17,10 +17,18 @@ MH_INLINE void narrow(Real x, Real* to) { *to = x; }
 MH_INLINE Real widen(int8_t x) { return static_cast<Real>(x); }
 
 MH_INLINE Reals load(const int8_t* from) {
+#if MH_SINGLE && defined(__AVX512F__) && MH_LANES == 16
+  return (Reals)_mm512_cvtepi32_ps(
+      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#elif MH_SINGLE && defined(__AVX2__) && MH_LANES == 8
+  return (Reals)_mm256_cvtepi32_ps(
+      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+#else
   typedef int8_t Bytes __attribute__((vector_size(MH_LANES)));
   Bytes bytes;
   std::memcpy(&bytes, from, sizeof bytes);
   return __builtin_convertvector(__builtin_convertvector(bytes, Ints), Reals);
+#endif
 }
 
 #if MH_SINGLE
@@ -74,9 +82,17 @@ MH_INLINE void narrow(float x, Float16* to) {
 typedef uint16_t Shorts __attribute__((vector_size(2 * MH_LANES)));
 
 MH_INLINE Reals load(const Bfloat16* from) {
+#if defined(__AVX512F__) && MH_LANES == 16
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  return (Reals)_mm512_slli_epi32(wide, 16);
+#elif defined(__AVX2__) && MH_LANES == 8
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return (Reals)_mm256_slli_epi32(wide, 16);
+#else
   Shorts bits;
   std::memcpy(&bits, from, sizeof bits);
   return (Reals)(__builtin_convertvector(bits, Ints) << 16);
+#endif
 }
 
 MH_INLINE Reals load(const Float16* from) {
