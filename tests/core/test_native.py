@@ -319,9 +319,7 @@ def test_small_checked_on_paper():
 
 def test_says_why_it_cannot_serve():
     x = random(1, 2, 5, 4)
-    for inputs, options, words in (
-        ([x] * 3, {"dropout_p": 0.5}, "dropout"),
-    ):
+    for inputs, options, words in (([x] * 3, {"dropout_p": 0.5}, "dropout"),):
         with pytest.raises(ValueError, match=f"'native' cannot serve this call: .*{words}"):
             mh.attention(*inputs, impl="native", **options)
     with torch.no_grad():
