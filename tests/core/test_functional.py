@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -93,6 +94,18 @@ def test_explain_tells_path_reason_and_work(lab, monkeypatch):
     for line in ("path: tiled", "native: no, it rains", sizes, f"{56 * 12:,} of", f"{2 * 56 * 12 * 18:,} FLOPs"):
         assert line in told
     assert "L x S" in mh.explain(*lab.tensors(), impl="reference")
+
+
+@pytest.mark.skipif(native.core is None, reason="the compiled core is not built")
+def test_explain_tells_how_far_the_core_is_from_the_limit(lab):
+    told = mh.explain(*lab.tensors(n_queries=300, n_keys=300), impl="native")
+    assert f"core: {native.core.level()}, {torch.get_num_threads()} threads" in told
+    # (2, 6, 300, 5) + (2, 3, 300, 5) + (2, 3, 300, 13) in, (2, 6, 300, 13) out, of 8 bytes.
+    assert f"bytes: {(18000 + 9000 + 23400 + 46800) * 8:,}," in told
+    share = re.search(
+        r"time: ([\d.e-]+) ms; at the peaks ([\d.e-]+) ms, bound by (compute|memory): (\d+)% of the limit", told
+    )
+    assert share and 0 < float(share[2]) < float(share[1])
 
 
 def test_explain_of_no_queries_and_scattered_keys():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -131,7 +132,11 @@ def explain(
     impl: str = "auto",
     **options,
 ) -> str:
-    """Tell which path `attention` (`observe`, given statistics) would take, why, its memory and its FLOPs."""
+    """Tell which path `attention` (`observe`, given statistics) would take, why, its memory and its FLOPs.
+
+    Where the compiled core serves, the machine's peaks and the call itself are measured (a few tenths of a second,
+    and three calls), to say how far it is from the limit.
+    """
     problem = build_problem(query, key, value, **options)
     path = choose(problem, statistics, impl)
     reason = why_not_native(problem, statistics)
@@ -155,7 +160,29 @@ def explain(
         lines.append(f"memory: {p.B * p.H * p.L * p.S * 8:,} bytes and more: L x S, for tests only")
     else:
         lines.append(f"output: {outputs:,} bytes; memory grows as L + S")
+    if path == "native":
+        lines += _limit(problem, statistics, flops, outputs)
     return "\n".join(lines)
+
+
+def _limit(problem: Problem, statistics: Statistics | None, flops: int, outputs: int) -> list[str]:
+    """What the compiled core runs on, and how far a call is from the machine's peaks."""
+    level, threads, gflops, gbs = native.machine()
+    inputs = sum(x.numel() * x.element_size() for x in (problem.query, *native.stored(problem)))
+    least = max(flops / gflops, (inputs + outputs) / gbs) / 1e9
+    seconds = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        paths.forward("native", problem, statistics)
+        seconds.append(time.perf_counter() - begun)
+    taken = min(seconds)
+    bound = "compute" if flops / gflops > (inputs + outputs) / gbs else "memory"
+    shortest = f"at the peaks {least * 1e3:.3g} ms, bound by {bound}"
+    return [
+        f"core: {level}, {threads} threads; peaks now: {gflops:.0f} GFLOP/s of multiply-adds, {gbs:.0f} GB/s of reads",
+        f"bytes: {inputs + outputs:,}, inputs and outputs once",
+        f"time: {taken * 1e3:.3g} ms; {shortest}: {least / taken:.0%} of the limit",
+    ]
 
 
 def run(problem: Problem, statistics: Statistics | None, impl: str = "auto") -> Observation:

@@ -52,6 +52,18 @@ def can_use(problem: Problem, statistics: Statistics | None) -> str | None:
     return None
 
 
+def machine() -> tuple[str, int, float, float]:
+    """The level, the threads, and the peaks of this moment: GFLOP/s of multiply-adds, GB/s of reads."""
+    assert core is not None
+    threads = torch.get_num_threads()
+    return core.level(), threads, core.fma_gflops(threads, 0.1), core.read_gbs(threads, 0.1)
+
+
+def stored(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Keys and values as they are stored."""
+    return (problem.key, problem.value) if problem.pages is None else tuple(x.data for x in problem.pages)  # type: ignore[return-value]
+
+
 def plain(query: Tensor, key: Any, value: Any, causal: bool, scale: float | None) -> Tensor | None:
     """Attention without options and without a `Problem`, which costs more to make than a small call computes.
 
