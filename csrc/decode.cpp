@@ -99,6 +99,7 @@ class Decoder {
     const double work = double(kv_heads) * rows * double(f.S) * double(f.D + f.E);
     const int threads = work < kSerialWork ? 1 : std::max(1, f.threads);
     workers = allocate<Worker>(threads);
+    for (int t = 0; t < threads; ++t) workers[t].log_of = {};
     floats = allocate<Real>(threads * worker_numbers());
     sums = allocate<Sums>(kv_heads * parts * rows);
     outputs = allocate<Real>(kv_heads * parts * rows * output_row);
