@@ -31,8 +31,8 @@ def main() -> None:
 
     print("\nA window of 128 keys:")
     print(mh.explain(query, key, value, causal=True, window=(127, 0)))
-    print("\nIn float64, which the compiled core does not have yet:")
-    print(mh.explain(*(x.double() for x in (query, key, value)), causal=True))
+    print("\nWith dropout, which the compiled core does not have yet:")
+    print(mh.explain(query, key, value, causal=True, dropout_p=0.1))
 
 
 if __name__ == "__main__":
