@@ -82,20 +82,11 @@ def second_pass(problem: Problem, statistics: Statistics, lse: Tensor) -> dict[s
         by name, in `problem.sums_dtype` (`statistics.TABLE` has the layouts).
     """
     p, m, k = problem, statistics.map, statistics.top_keys
-    device, dtype = p.query.device, p.sums_dtype
-    sides = distance_sides(p)
-    shapes = {
-        "received": (p.S,),
-        "received_max": (p.S,),
-        "distance_histogram": (2 * sides + 1,),
-        "map": (m, m),
-        "map_max": (m, m),
-        "top_weights": (p.L, k),
-    }
+    device, sides = p.query.device, distance_sides(p)
     found = {
-        name: torch.zeros(p.B, p.H, *shape, dtype=dtype, device=device)
-        for name, shape in shapes.items()
-        if name in statistics.later
+        name: torch.zeros(p.B, p.H, *shape, dtype=p.sums_dtype, device=device)
+        for name, shape in second_pass_shapes(p, statistics).items()
+        if name in statistics.later and name != "top_keys"
     }
     if k:
         found["top_keys"] = torch.full((p.B, p.H, p.L, k), -1, dtype=torch.int64, device=device)
@@ -130,6 +121,20 @@ def second_pass(problem: Problem, statistics: Statistics, lse: Tensor) -> dict[s
             found["top_keys"][batch, :, rows, :n] = torch.where(there, keys[..., :n], -1)
             found["top_weights"][batch, :, rows, :n] = torch.where(there, ordered[..., :n], 0)
     return {name: found[name] for name in statistics.later}
+
+
+def second_pass_shapes(problem: Problem, statistics: Statistics) -> dict[str, tuple[int, ...]]:
+    """The axes after (B, H) of every statistic of the second pass, in the order of the table."""
+    p, m, k = problem, statistics.map, statistics.top_keys
+    return {
+        "received": (p.S,),
+        "received_max": (p.S,),
+        "distance_histogram": (2 * distance_sides(p) + 1,),
+        "map": (m, m),
+        "map_max": (m, m),
+        "top_keys": (p.L, k),
+        "top_weights": (p.L, k),
+    }
 
 
 def _maxima(tensor: Tensor) -> Callable[[int, Tensor, Tensor], Tensor]:

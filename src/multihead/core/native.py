@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import tiled
-from .cells import distance_sides
+from .cells import distance_sides, second_pass_shapes
 from .problem import Problem
 from .statistics import ROW_STATISTICS, Observation, Statistics, finish
 
@@ -119,17 +119,7 @@ def forward(problem: Problem, statistics: Statistics | None) -> Observation:
 def _second_pass(p: Problem, statistics: Statistics, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     """What keys, distances and cells of a map gather over rows, from the rows' `top` and `inverse`."""
     assert core is not None
-    later, m, k = statistics.later, statistics.map, statistics.top_keys
-    sides = distance_sides(p)
-    shapes = {
-        "received": (p.S,),
-        "received_max": (p.S,),
-        "distance_histogram": (2 * sides + 1,),
-        "map": (m, m),
-        "map_max": (m, m),
-        "top_keys": (p.L, k),
-        "top_weights": (p.L, k),
-    }
+    later, shapes = statistics.later, second_pass_shapes(p, statistics)
     found = {
         name: torch.empty(p.B, p.H, *shapes[name], dtype=torch.int64 if name == "top_keys" else p.sums_dtype)
         for name in later
@@ -139,7 +129,7 @@ def _second_pass(p: Problem, statistics: Statistics, rows: dict[str, Tensor]) ->
         written.problem,
         tuple(_address(rows[name]) for name in _SAVED),
         tuple(_address(found.get(name)) for name in shapes),
-        (sides, m, k),
+        (distance_sides(p), statistics.map, statistics.top_keys),
         torch.get_num_threads(),
     )
     return found
