@@ -1,6 +1,7 @@
 """What a watch block does and leaves behind, on tiny models with random weights."""
 
 # ruff: noqa: C408, E402
+import pickle
 import subprocess
 import sys
 import threading
@@ -176,6 +177,15 @@ def test_layers_and_heads_choose_what_is_stored(model, tokens):
     assert torch.equal(record.statistics["entropy"][1], full[2][:, [0, 3]])
     with pytest.raises(ValueError, match="shapes differ"):
         record.stacked("entropy")
+
+
+def test_a_record_can_be_stored_and_read_again(model, tokens):
+    with torch.no_grad(), mh.watch(model) as record:
+        model(tokens)
+    again = pickle.loads(pickle.dumps(record.steps))[-1]
+    assert list(again.statistics) == list(record.statistics)
+    for name in record.statistics:
+        torch.testing.assert_close(again.stacked(name), record.stacked(name), rtol=0, atol=0, equal_nan=True)
 
 
 def test_kept_queries_and_keys_give_exact_weights(padded):

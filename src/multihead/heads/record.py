@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from mmap import mmap
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,16 +17,52 @@ if TYPE_CHECKING:
     from ..core.axes import Index
     from ..core.problem import Problem
 
+_ALIGNED = 64  # bytes
+
 
 @dataclass(eq=False)
 class Seen:
     """One layer in one forward: its statistics on the CPU, which heads they are of, and what weights need."""
 
     heads: Sequence[int]
-    statistics: dict[str, Tensor]
+    statistics: Mapping[str, Tensor]
     problem: Problem | None = None  # of all heads; query and key are copies, value is empty
     kept: dict[str, Tensor] = field(default_factory=dict)
     lse: Tensor | None = None
+
+
+class Apart(Mapping[str, Tensor]):
+    """Tensors by name, copied to pages of their own and made anew at each access, on the same numbers.
+
+    They outlive the layer that they are of. On the heap, even the small objects that a tensor is, lying between the
+    layer's activations, would keep the allocator from giving that memory to the next layer: a model's peak would grow
+    by many times their size.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._places: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
+        end = 0
+        for name, x in tensors.items():
+            self._places[name] = end, x.dtype, tuple(x.shape)
+            end += -(-x.nbytes // _ALIGNED) * _ALIGNED
+        self._pages = mmap(-1, max(end, 1))
+        for name, x in tensors.items():
+            self[name].copy_(x)
+
+    def __getitem__(self, name: str) -> Tensor:
+        at, dtype, shape = self._places[name]
+        if 0 in shape:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(self._pages, dtype=dtype, count=math.prod(shape), offset=at).view(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Tensor]]]:
+        return Apart, (dict(self),)
 
 
 class Step:

@@ -17,7 +17,7 @@ from ..core.statistics import Statistics, finish
 from .interface import NAME, NO_WEIGHTS, observing
 from .layers import Layer, find_layers
 from .masks import to_device
-from .record import Record, Seen, Step
+from .record import Apart, Record, Seen, Step
 from .registration import register
 from .selection import Selection
 from .switch import configs_of, switch
@@ -142,10 +142,9 @@ class _Session:
         self._check_fit(layer, problem)
         observation = run(problem, self.statistics)
         heads = self.selection.heads_of(layer.name, problem.H)
-        seen = Seen(heads, {})
-        for name, value in finish(observation.statistics, rows).items():
-            value = value.detach()
-            seen.statistics[name] = (value if len(heads) == problem.H else value[:, heads]).cpu()
+        found = finish(observation.statistics, rows)
+        every = len(heads) == problem.H
+        seen = Seen(heads, Apart({name: (x if every else x[:, heads]).detach() for name, x in found.items()}))
         if self.keep:
             self._keep(seen, problem, observation.statistics["lse"])
         repeats = sum(name.partition("@")[0] == layer.name for name in step.seen)
