@@ -129,7 +129,9 @@ def look_command(
     " 130 Ctrl-C.",
 )
 def bench_command(
-    only: Annotated[str, typer.Option(help="Only these sections: prefill,decode,window,small,half,width,train.")] = "",
+    only: Annotated[
+        str, typer.Option(help="Only these sections: prefill,decode,window,small,half,paged,int8,mla,width,train.")
+    ] = "",
     seconds: Annotated[float, typer.Option(min=0.0, help="Calling time of each candidate on each shape.")] = 1.0,
     peers: Annotated[str, typer.Option(help="Only these peers: torch,eager,flex,ort-mha,ort-gqa,jax.")] = "",
     json: Annotated[Path | None, typer.Option(help="Write everything as JSON.")] = None,

@@ -19,11 +19,15 @@ SHAPES = [
     Shape(2, 6, 2, 1, 16, S=1031),
     Shape(2, 6, 2, 131, 16, causal=True, dtype="bfloat16"),
     Shape(2, 6, 2, 1, 16, S=37, dtype="bfloat16"),
+    Shape(2, 6, 2, 37, 16, E=13, causal=True),
+    Shape(2, 6, 2, 1, 16, S=1024, cache="pages"),
+    Shape(2, 6, 2, 1, 16, S=1024, cache="int8"),
     Shape(2, 6, 2, 131, 16, causal=True, dtype="float16"),
 ]
 STEPS = [
     Shape(2, 6, 2, 37, 16, training=True),
     Shape(2, 6, 2, 67, 16, causal=True, training=True),
+    Shape(2, 6, 2, 37, 16, E=13, causal=True, training=True),
 ]
 
 
@@ -87,6 +91,21 @@ def test_right_gradients_pass_and_wrong_ones_do_not(shape):
         for fault in (lambda x: 1.01 * x, lambda x: x.roll(1, 1), lambda x: torch.full_like(x, math.nan)):
             found = [fault(x) if i == wrong else x for i, x in enumerate(right)]
             assert Gate(shape, inputs).check(found) > SLACK_OF_OTHERS
+
+
+def test_an_int8_cache_is_held_to_its_own_numbers_and_not_to_those_that_were_rounded():
+    shape = Shape(2, 6, 2, 1, 16, S=1024, cache="int8")
+    inputs = Inputs.of(shape)
+    key, value = inputs.pages
+    order = key.table.long()
+    for stored, plain in ((key, inputs.key), (value, inputs.value)):
+        exact = (stored.data.double() * stored.scales.double()[:, :, None, None])[order].transpose(1, 2).flatten(2, 3)
+        assert torch.equal(plain.double(), exact)
+    assert Gate(shape, inputs).check([OURS.prepare(shape, inputs).run()]) <= SLACK_OF_OURS
+    # Off by the rounding of one number of a page, which is half a step at most.
+    half_a_step = 0.5 * value.scales.bfloat16().float().amax()
+    moved = replace(inputs, value=inputs.value + half_a_step / 100)
+    assert Gate(shape, inputs).check([outputs(shape, moved)]) > SLACK_OF_OTHERS
 
 
 def test_an_entropy_in_the_loss_is_held_against_a_loss_that_has_it():

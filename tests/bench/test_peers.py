@@ -7,6 +7,7 @@ from multihead.bench.gate import Gate, slack_of
 from multihead.bench.inputs import Inputs
 from multihead.bench.peers import OURS, PEERS, VARIANTS
 from multihead.bench.shapes import Shape
+from multihead.core.pages import Pages
 
 SHAPES = [
     Shape(2, 6, 6, 37, 16),
@@ -19,6 +20,12 @@ SHAPES = [
     Shape(2, 6, 2, 1, 16, S=131, dtype="bfloat16"),
     Shape(2, 6, 2, 37, 16, causal=True, dtype="float16"),
     Shape(2, 6, 2, 1, 16, S=131, dtype="float16"),
+    Shape(2, 6, 2, 1, 16, S=192, cache="pages"),
+    Shape(2, 6, 2, 1, 16, S=192, cache="int8"),
+    Shape(2, 6, 6, 37, 19, E=13, causal=True),
+    Shape(2, 6, 6, 37, 13, E=19),
+    Shape(2, 6, 1, 11, 19, S=67, E=13),
+    Shape(2, 6, 1, 1, 19, S=67, E=13),
     Shape(2, 6, 6, 37, 16, training=True),
     Shape(2, 6, 2, 37, 16, causal=True, training=True),
 ]
@@ -56,6 +63,27 @@ def test_flex_passes_the_gate(name, shape):
     if (reason := PEERS[name].available()) is not None:
         pytest.skip(reason)
     check(name, shape)
+
+
+def test_who_is_said_to_read_pages_reads_them_as_they_are_stored(monkeypatch):
+    handed = []
+
+    def attention(query, key, value, **options):
+        handed.append(key)
+        return query
+
+    monkeypatch.setattr("multihead.bench.peers.ours.attention", attention)
+    for cache, dtypes in (
+        ("pages", {"": torch.float32}),
+        ("int8", {"": torch.int8, "in float32 pages": torch.float32}),
+    ):
+        shape = Shape(2, 6, 2, 1, 16, S=192, cache=cache)
+        inputs = Inputs.of(shape)
+        for name, dtype in dtypes.items():
+            CANDIDATES[name or OURS.name].prepare(shape, inputs).run()
+            assert isinstance(handed[-1], Pages) and handed[-1].data.dtype is dtype
+        CANDIDATES["in one piece"].prepare(shape, inputs).run()
+        assert handed[-1] is inputs.key
 
 
 def test_eager_and_jax_do_not_fill_the_memory_with_scores():

@@ -31,7 +31,8 @@ class Gate:
     output is checked on 61 query rows of every head, from the first to the last; gradients on whole heads of two
     key/value groups, the first of the first sequence and the last of the last. The largest error among a head's
     gradients is an outlier that varies by half from seed to seed, so theirs is held by its root mean square, and
-    the largest to twice as much.
+    the largest to twice as much. A cache in int8 is held to the numbers that its integers and scales stand for: the
+    gate is about the arithmetic, not about the rounding of the cache.
     """
 
     def __init__(self, shape: Shape, inputs: Inputs) -> None:
@@ -44,15 +45,16 @@ class Gate:
         """Error against float64 over the error that the contract allows; green up to the slack.
 
         Args:
-            found: the output (B, H, L, D); for a training shape the gradients of query, key and value instead.
+            found: the output (B, H, L, E); for a training shape the gradients of query, key and value instead.
             entropy_weight: times the sum of the entropies, added to the loss that the gradients are of.
 
         Returns:
             the largest quotient, infinite where a size is wrong or a number is not finite.
         """
         s = self.shape
-        ours, theirs = (s.B, s.H, s.L, s.D), (s.B, s.G, s.S, s.D)
-        if [tuple(x.shape) for x in found] != ([ours, theirs, theirs] if s.training else [ours]):
+        i = self.inputs
+        expected = [x.shape for x in (i.query, i.key, i.value)] if s.training else [(s.B, s.H, s.L, s.E)]
+        if [tuple(x.shape) for x in found] != [tuple(shape) for shape in expected]:
             return math.inf
         if entropy_weight not in self.expected:
             self.expected[entropy_weight] = self._gradients(entropy_weight) if s.training else self._outputs()
@@ -63,7 +65,7 @@ class Gate:
         return max(max(x.quotient(part) / 2, x.mean_quotient(part)) for x, part in pairs)
 
     def _outputs(self) -> list[_Expected]:
-        """The rows of each sequence, (H, rows, D): float64 copies of all at once would crowd a long cache out."""
+        """The rows of each sequence, (H, rows, E): float64 copies of all at once would crowd a long cache out."""
         s, inputs = self.shape, self.inputs
         seen = visible(s, self.rows)
 
@@ -72,7 +74,7 @@ class Gate:
             query = inputs.query[b][:, self.rows].to(dtype).reshape(s.G, -1, s.D)
             scores = (query @ inputs.key[b].to(dtype).mT / math.sqrt(s.D)).view(s.H, -1, s.S)
             weights = _weights(scores, seen).view(s.G, -1, s.S)
-            return (weights @ inputs.value[b].to(dtype)).view(s.H, -1, s.D)
+            return (weights @ inputs.value[b].to(dtype)).view(s.H, -1, s.E)
 
         return [_Expected(rows_of(s.torch_dtype, b), rows_of(torch.float64, b)) for b in range(s.B)]
 

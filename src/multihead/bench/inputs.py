@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from .shapes import Shape
+from ..core.pages import Pages
+from .shapes import PAGE, Shape
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Queries (B, H, L, D), keys and values (B, G, S, D), and the gradient (B, H, L, D) that comes into the output."""
+    """Queries (B, H, L, D), keys (B, G, S, D), values (B, G, S, E), the gradient (B, H, L, E) into the output.
+
+    Args:
+        pages: where the shape has a cache, what it holds; `key` and `value` are the same numbers, exactly.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
     gradient: Tensor
+    pages: tuple[Pages, Pages] | None = None
+
+    @property
+    def stored(self) -> tuple[Tensor, Tensor] | tuple[Pages, Pages]:
+        """Keys and values as the shape has them stored."""
+        return (self.key, self.value) if self.pages is None else self.pages
 
     @classmethod
     def of(cls, shape: Shape, seed: int = 0) -> Inputs:
@@ -27,8 +38,23 @@ class Inputs:
         def normal(*size: int) -> Tensor:
             return torch.randn(*size, generator=random).to(s.torch_dtype)
 
-        query, key, value = normal(s.B, s.H, s.L, s.D), normal(s.B, s.G, s.S, s.D), normal(s.B, s.G, s.S, s.D)
-        return cls(query, key, value, normal(s.B, s.H, s.L, s.D) if s.training else query)
+        query = normal(s.B, s.H, s.L, s.D)
+        if s.cache is None:
+            key, value = normal(s.B, s.G, s.S, s.D), normal(s.B, s.G, s.S, s.E)
+            return cls(query, key, value, normal(s.B, s.H, s.L, s.E) if s.training else query)
+        n = s.B * s.S // PAGE
+        table = torch.randperm(n, generator=random).view(s.B, -1).int()
+        keys, values = (_pages(normal(n, s.G, PAGE, width), table, s.cache) for width in (s.D, s.E))
+        return cls(query, keys.dense(s.torch_dtype), values.dense(s.torch_dtype), query, (keys, values))
+
+
+def _pages(data: Tensor, table: Tensor, cache: str) -> Pages:
+    if cache == "pages":
+        return Pages(data, table)
+    pages = Pages.int8(data, table)
+    assert pages.scales is not None
+    # Scales of eight bits: their products with integers are float32 numbers, so all candidates have the same ones.
+    return replace(pages, scales=pages.scales.bfloat16().float())
 
 
 def visible(shape: Shape, rows: Tensor | None = None) -> Tensor | None:

@@ -108,7 +108,7 @@ def _path(shape: Shape, inputs: Inputs) -> str:
     """The path that our plain call takes."""
     query = inputs.query.detach().requires_grad_(shape.training)
     window = None if shape.window is None else (shape.window - 1, 0)
-    told = explain(query, inputs.key, inputs.value, causal=shape.causal, window=window)
+    told = explain(query, *inputs.stored, causal=shape.causal, window=window)
     found = re.match(r"path: (\w+)", told)
     assert found is not None, told
     return found[1]

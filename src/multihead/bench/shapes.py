@@ -8,6 +8,8 @@ from enum import Enum
 
 import torch
 
+PAGE = 64  # positions of a page, where keys and values are in pages
+
 
 class Limit(Enum):
     """What bounds a section, so which of the machine's peaks its speed is held against."""
@@ -25,8 +27,11 @@ class Shape:
         S: keys; by default as many as queries.
         causal: query i sees the keys up to its own position; only where L = S, so that every library agrees on it.
         window: a causal query sees its own key and those before it, this many in all.
+        E: width of a value head; by default D.
         dtype: "float32", "bfloat16" or "float16".
         training: forward and backward, for the gradients of query, key and value.
+        cache: "pages" has keys and values in pages of 64 positions, "int8" has them so and rounded; others than ours
+            get the same numbers in one piece, int8 multiplied out.
     """
 
     B: int
@@ -35,27 +40,36 @@ class Shape:
     L: int
     D: int
     S: int = 0
+    E: int = 0
     causal: bool = False
     window: int | None = None
     dtype: str = "float32"
     training: bool = False
+    cache: str | None = None
 
     def __post_init__(self) -> None:
-        if not self.S:
-            object.__setattr__(self, "S", self.L)
+        for name, default in (("S", self.L), ("E", self.D)):
+            if not getattr(self, name):
+                object.__setattr__(self, name, default)
         if self.G < 1 or self.H % self.G:
             raise ValueError(f"G must divide H, got G={self.G} and H={self.H}")
         if (self.causal or self.window) and self.L != self.S:
             raise ValueError(f"causal shapes need L = S, got L={self.L} and S={self.S}")
         if self.window is not None and not (self.causal and self.window > 0):
             raise ValueError(f"window needs causal and a positive width, got {self.window}")
+        if self.cache not in (None, "pages", "int8"):
+            raise ValueError(f"cache must be 'pages', 'int8' or None, got {self.cache!r}")
+        if self.cache and (self.S % PAGE or self.training or self.dtype != "float32"):
+            raise ValueError(f"a cache is of whole pages of {PAGE}, for forward passes in float32, got {self}")
 
     def __str__(self) -> str:
         length = str(self.L) if self.L == self.S else f"{self.L}:{self.S}"
-        words = [f"{self.B},{self.H},{self.G},{length},{self.D}"]
+        width = str(self.D) if self.D == self.E else f"{self.D}/{self.E}"
+        words = [f"{self.B},{self.H},{self.G},{length},{width}"]
         words += [self.dtype.replace("bfloat", "bf").replace("float", "f")] if self.dtype != "float32" else []
         words += ["causal"] if self.causal and self.window is None else []
         words += [f"window {self.window}"] if self.window is not None else []
+        words += [self.cache] if self.cache else []
         return f"({' '.join(words)})"
 
     @property
@@ -77,13 +91,15 @@ class Shape:
         The backward multiplies five times for a cell: the scores once more, and the gradients of weights, values,
         queries and keys. What a library computes beyond that, or skips, is not counted.
         """
-        return 2 * self.visible_cells * self.D * (7 if self.training else 2)
+        return 2 * self.visible_cells * (4 * self.D + 3 * self.E if self.training else self.D + self.E)
 
     @property
     def bytes_moved(self) -> int:
-        """Inputs read and output written, once each."""
-        numbers = 2 * self.B * self.H * self.L * self.D + 2 * self.B * self.G * self.S * self.D
-        return numbers * self.torch_dtype.itemsize
+        """Inputs read and output written, once each, keys and values as they are stored."""
+        rows, keys, size = self.B * self.H * self.L, self.B * self.G * self.S, self.torch_dtype.itemsize
+        width = self.D + self.E
+        scales = 2 * (keys // PAGE) * torch.float32.itemsize if self.cache == "int8" else 0
+        return rows * width * size + keys * width * (1 if self.cache == "int8" else size) + scales
 
     @property
     def score_bytes(self) -> int:
@@ -128,6 +144,14 @@ def _decode(dtype: str = "float32") -> tuple[Shape, ...]:
         Shape(1, 32, 32, 1, 128, S=4096, dtype=dtype),
         Shape(8, 12, 12, 1, 64, S=2048, dtype=dtype),
         Shape(4, 32, 1, 1, 128, S=8192, dtype=dtype),
+    )
+
+
+def _cached(cache: str) -> tuple[Shape, ...]:
+    return (
+        Shape(1, 32, 8, 1, 128, S=8192, cache=cache),
+        Shape(8, 32, 8, 1, 128, S=4096, cache=cache),
+        Shape(8, 12, 12, 1, 64, S=2048, cache=cache),
     )
 
 
@@ -182,6 +206,32 @@ SECTIONS = (
         ("in float32",),
     ),
     Section(
+        "paged",
+        f"one new token over a cache in pages of {PAGE}, float32; the others have it in one piece",
+        Limit.MEMORY,
+        _cached("pages"),
+        variants=("in one piece",),
+    ),
+    Section(
+        "int8",
+        f"one new token over a cache in int8 pages of {PAGE}; the others have its numbers multiplied out to float32",
+        Limit.MEMORY,
+        _cached("int8"),
+        variants=("in float32 pages", "in one piece"),
+    ),
+    Section(
+        "mla",
+        "keys wider than values, as DeepSeek's latent attention has them: a whole text, then its absorbed form",
+        Limit.COMPUTE,
+        (Shape(1, 16, 16, 2048, 192, E=128, causal=True), Shape(1, 16, 1, 512, 576, S=2048, E=512)),
+    ),
+    Section(
+        "mla-decode",
+        "one new token in the absorbed form",
+        Limit.MEMORY,
+        (Shape(4, 16, 1, 1, 576, S=4096, E=512),),
+    ),
+    Section(
         "width",
         "the width of a head at a constant d_model of 768; then eight heads of 64 against one of 512",
         Limit.COMPUTE,
@@ -211,7 +261,7 @@ SECTIONS = (
 
 
 def sections(names: Iterable[str] | None = None) -> tuple[Section, ...]:
-    """The sections of these names in the registry's order, by default all; "half" brings "half-decode" along.
+    """The sections of these names in the registry's order, by default all; "half" and "mla" bring "-decode" along.
 
     Raises:
         ValueError: a name that no section has; the message lists those that there are.
@@ -223,4 +273,4 @@ def sections(names: Iterable[str] | None = None) -> tuple[Section, ...]:
     for name in asked:
         if name not in known:
             raise ValueError(f"no section is called {name!r}: there are {', '.join(known)}")
-    return tuple(s for s in SECTIONS if s.name in asked or (s.name == "half-decode" and "half" in asked))
+    return tuple(s for s in SECTIONS if s.name in asked or s.name.removesuffix("-decode") in asked)

@@ -8,7 +8,7 @@ from .machine import Machine
 from .results import BenchReport, Row, SectionResult, geometric_mean
 from .run import Listener
 
-_LABEL = "(B,H,G,L[:S],D)"
+_LABEL = "(B,H,G,L[:S],D[/E])"
 
 
 class Table(Listener):
@@ -25,14 +25,14 @@ class Table(Listener):
     def begun(self, result: SectionResult, candidates: Sequence[str]) -> None:
         names = "".join(f"{name:>{_width(name)}}" for name in candidates)
         self.show(f"\n{result.section.name}: {result.section.about}\n{result.peaks}")
-        self.show(f"{_LABEL:<28}{'gate':>6}{'ours':>10}{result.section.limit.value:>9}{'peak':>6}{names}")
+        self.show(f"{_LABEL:<30}{'gate':>6}{'ours':>10}{result.section.limit.value:>9}{'peak':>6}{names}")
 
     def measured(self, result: SectionResult, row: Row) -> None:
         """Ours, its speed and share of the peak, then every candidate's time over ours."""
         ours, speed, share = row.ours, row.speed(result.section.limit), result.share(row)
         gate = f"{ours.gate:.2f}" if ours.gate is not None and ours.green else "WRONG"
         cells = [
-            f"{row.shape!s:<28}{gate:>6}",
+            f"{row.shape!s:<30}{gate:>6}",
             f"{_duration(ours.timing.best_ms) if ours.timing is not None else '-':>10}",
             f"{'-' if speed is None else format(speed, '.1f'):>9}",
             f"{'-' if share is None else format(share, '.0%'):>6}",

@@ -8,14 +8,14 @@ from .base import Peer, Prepared
 from .flex import Flex
 from .jax_xla import JaxXla
 from .onnx_runtime import OrtGqa, OrtMha
-from .ours import EntropyLoss, InFloat32, Multihead, Observing
+from .ours import EntropyLoss, InFloat32, InFloat32Pages, InOnePiece, Multihead, Observing
 from .torch_eager import TorchEager
 from .torch_sdpa import TorchSdpa
 
 __all__ = ["OURS", "PEERS", "VARIANTS", "Peer", "Prepared", "peers"]
 
 OURS = Multihead()
-VARIANTS = {peer.name: peer for peer in (Observing(), InFloat32(), EntropyLoss())}
+VARIANTS = {peer.name: peer for peer in (Observing(), InFloat32(), InFloat32Pages(), InOnePiece(), EntropyLoss())}
 PEERS = {peer.name: peer for peer in (TorchSdpa(), TorchEager(), Flex(), OrtMha(), OrtGqa(), JaxXla())}
 
 

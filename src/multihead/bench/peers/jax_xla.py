@@ -28,6 +28,8 @@ class JaxXla(Peer):
     def refuses(self, shape: Shape) -> str | None:
         if shape.dtype == "float16":
             return "JAX multiplies no float16 on the CPU for it"
+        if shape.E != shape.D:
+            return "JAX has one width of keys and values"
         if shape.score_bytes > 1 << 30:
             return f"XLA keeps the scores in memory, {shape.score_bytes / 1e9:.1f} GB here"
         return None

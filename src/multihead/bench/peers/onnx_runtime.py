@@ -27,6 +27,8 @@ class _Operator(Peer):
     def refuses(self, shape: Shape) -> str | None:
         if shape.training:
             return "ONNX Runtime computes no gradients of it"
+        if shape.E != shape.D:
+            return "the operator has one width of keys and values"
         if shape.dtype not in self.dtypes:
             return f"the operator has no {shape.dtype} on the CPU"
         return None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core.functional import attention, observe
+from ...core.pages import Pages
 from ..inputs import Inputs
 from ..shapes import Shape
 from .base import Peer, Prepared, first
@@ -35,7 +37,8 @@ class Multihead(Peer):
     def prepare(self, shape: Shape, inputs: Inputs) -> Prepared:
         options = _options(shape)
         if not shape.training:
-            return Prepared(lambda: attention(inputs.query, inputs.key, inputs.value, **options), first)
+            key, value = inputs.stored
+            return Prepared(lambda: attention(inputs.query, key, value, **options), first)
         leaves = leaves_of(inputs)
 
         def step() -> tuple[Tensor, ...]:
@@ -54,8 +57,8 @@ class Observing(Multihead):
         return "it is for forward passes" if shape.training else None
 
     def prepare(self, shape: Shape, inputs: Inputs) -> Prepared:
-        options = _options(shape)
-        return Prepared(lambda: observe(inputs.query, inputs.key, inputs.value, **options), lambda seen: (seen.output,))
+        options, (key, value) = _options(shape), inputs.stored
+        return Prepared(lambda: observe(inputs.query, key, value, **options), lambda seen: (seen.output,))
 
 
 class InFloat32(Multihead):
@@ -68,8 +71,36 @@ class InFloat32(Multihead):
         return "the shape is in float32 already" if shape.dtype == "float32" else None
 
     def prepare(self, shape: Shape, inputs: Inputs) -> Prepared:
-        wide = (x.float() for x in (inputs.query, inputs.key, inputs.value, inputs.gradient))
-        return super().prepare(shape, Inputs(*wide))
+        names = ("query", "key", "value", "gradient")
+        return super().prepare(shape, replace(inputs, **{name: getattr(inputs, name).float() for name in names}))
+
+
+class InFloat32Pages(Multihead):
+    """The numbers of an int8 cache in float32, in the same pages."""
+
+    name = "in float32 pages"
+    about = "mh.attention over the same pages in float32"
+
+    def refuses(self, shape: Shape) -> str | None:
+        return None if shape.cache == "int8" else "the shape has no int8 cache"
+
+    def prepare(self, shape: Shape, inputs: Inputs) -> Prepared:
+        assert inputs.pages is not None
+        key, value = (Pages(x.data * x.scales[..., None, None], x.table) for x in inputs.pages if x.scales is not None)
+        return super().prepare(shape, replace(inputs, pages=(key, value)))
+
+
+class InOnePiece(Multihead):
+    """The numbers of a cache in pages as one tensor."""
+
+    name = "in one piece"
+    about = "mh.attention over the same numbers in one piece"
+
+    def refuses(self, shape: Shape) -> str | None:
+        return None if shape.cache else "the shape is in one piece already"
+
+    def prepare(self, shape: Shape, inputs: Inputs) -> Prepared:
+        return super().prepare(shape, replace(inputs, pages=None))
 
 
 class EntropyLoss(Multihead):

@@ -39,7 +39,7 @@ class TorchEager(Peer):
             scores = scores.view(s.B, s.H, s.L, s.S)
             if hidden is not None:
                 scores = scores.masked_fill(hidden, -math.inf)
-            return (scores.softmax(-1).view(s.B, s.G, -1, s.S) @ value).view(s.B, s.H, s.L, s.D)
+            return (scores.softmax(-1).view(s.B, s.G, -1, s.S) @ value).view(s.B, s.H, s.L, s.E)
 
         if not s.training:
             return Prepared(lambda: eager(inputs.query, inputs.key, inputs.value), first)
