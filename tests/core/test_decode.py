@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -193,6 +195,36 @@ def test_int8_pages_are_their_integers_times_their_scales(L, dtype):
     # Rounding to int8 itself: half a step of a scale, at most 1/254 of the largest number of a page.
     exact = torch.nn.functional.pad(key.float(), (0, 0, 0, dense[0].shape[2] - 1500))
     assert ((dense[0] - exact).abs() <= exact.abs().amax() / 254 + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_pages_of_a_length_are_the_tensor_of_that_length(dtype):
+    """What a mask or a bias is as long as, and where a query stands, is S, not the room of the pages."""
+    query, key, value = inputs(3, s=1031)
+    (key_data, table), (value_data, _) = paged(key, 64, junk=0), paged(value, 64, junk=0)
+    make = mh.Pages.int8 if dtype is torch.int8 else mh.Pages
+    pages = [dataclasses.replace(make(data, table), length=1031) for data in (key_data, value_data)]
+    assert pages[0].shape == key.shape
+    dense = [x.dense(torch.float32) for x in pages]
+    if dtype is torch.float32:
+        assert torch.equal(dense[0], key) and torch.equal(dense[1], value)
+    for options in ({}, {"causal": True}, {"bias": random(1, H, 3, 1031, seed=4)}, {"window": (70, 0)}):
+        for impl in ("native", "tiled"):
+            found = mh.attention(query, *pages, impl=impl, **options)
+            expected = mh.attention(query.double(), *(x.double() for x in dense), impl="reference", **options)
+            torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6)
+    one = [x.heads(slice(1, 2)) for x in pages]
+    found = mh.attention(query[:, 3:], *one, impl="native")
+    torch.testing.assert_close(found, mh.attention(query, *pages, impl="native")[:, 3:], rtol=0, atol=2e-6)
+    with pytest.raises(ValueError, match="length: expected 0 to 1088, the room of a sequence's pages, got 1089"):
+        dataclasses.replace(pages[0], length=1089)
+
+
+def test_int8_is_rounded_to_a_half_type_once():
+    data = random(4, 1, 8, 16)
+    pages = mh.Pages.int8(data, torch.arange(4, dtype=torch.int32)[None])
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(pages.dense(dtype), pages.dense(torch.float64).to(dtype))
 
 
 def test_pages_that_do_not_fit_are_named():

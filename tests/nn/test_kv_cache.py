@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 import multihead as mh
+from multihead import Pages
+from multihead.bench import growth
+from multihead.core import native
 from multihead.nn import KVCache, PagedKVCache
+from multihead.nn.kv_cache import _Cache
 
 B, L, H, G, D, E, WIDTH = 3, 17, 6, 3, 4, 5, 13
 EXACT = {
@@ -173,6 +179,144 @@ def test_what_is_not_written_is_never_seen(kind, monkeypatch, x):
     assert y.isfinite().all()
     alone = layer(torch.cat([x[1:2, :2], x[1:2, 6:7]], 1))[0, -1]
     torch.testing.assert_close(y[1, 0], alone, rtol=0.02, atol=0.02)
+
+
+PAGED = {name: make_cache for name, make_cache in {**EXACT, **ROUNDED}.items() if "page" in name or "int8" in name}
+
+
+@pytest.fixture
+def no_gathering(monkeypatch):
+    if native.core is None:
+        pytest.skip("the compiled core is not built")
+
+    def gathered(*_):
+        raise AssertionError("a copy of the cache was made")
+
+    monkeypatch.setattr(Pages, "dense", gathered)
+
+
+@pytest.mark.parametrize("execution", ["parallel", "sequential"])
+@pytest.mark.parametrize("kind", PAGED)
+def test_attention_reads_pages_where_they_lie(kind, execution, x, no_gathering):
+    layer, cache = make(causal=True, execution=execution), PAGED[kind]()
+    record = mh.nn.Record(mh.Statistics("entropy"))
+    layer(x[:, :9], key_lengths=[9, 4, 1], cache=cache)
+    for i in range(9, L):
+        layer(x[:, i : i + 1], cache=cache, record=record, mask=torch.ones(cache.length + 1, dtype=torch.bool))
+    with pytest.raises(AssertionError, match="a copy of the cache"):
+        cache.read()
+
+
+@pytest.mark.parametrize("execution", ["parallel", "sequential"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", PAGED)
+def test_pages_give_what_their_plain_numbers_give(kind, dtype, execution, x, monkeypatch):
+    layer, x = make(dtype, **OPTIONS["rotary"], execution=execution), x.to(dtype)
+    outputs = []
+    for reads_pages in (True, False):
+        if not reads_pages:
+            monkeypatch.setattr(_Cache, "pages", lambda cache: None)
+        cache = PAGED[kind]()
+        prompt = layer(x[:, :9], key_lengths=[9, 4, 1], cache=cache)
+        prompt[1, 4:], prompt[2, 1:] = 0, 0
+        outputs.append(torch.cat([prompt, *(layer(part, cache=cache) for part in x[:, 9:].split([1, 5, 2], 1))], 1))
+    slack = {torch.float64: 1e-6 if "int8" in kind else 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(*outputs, rtol=slack, atol=slack)
+
+
+@pytest.mark.parametrize("kind", ["paged", "int8"])
+def test_a_graph_and_autocast_take_plain_tensors(kind, x, monkeypatch):
+    layer = make(torch.float32, causal=True)
+    context = make(torch.float32, d_context=7)
+    x, source = x.float(), torch.randn(B, 5, 7)
+    cache, filled = PAGED[kind](), PAGED[kind]()
+    expected = layer(x, cache=PAGED[kind]())[:, 9:10], context(x, source, cache=filled)
+    layer(x[:, :9], cache=cache)
+    torch._dynamo.reset()
+    step = torch.compile(layer, backend="eager")
+    monkeypatch.setattr(_Cache, "pages", None)  # whoever calls it fails
+    torch.testing.assert_close(step(x[:, 9:10], cache=cache), expected[0], rtol=0.02, atol=0.02)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = context(x, source, cache=filled)
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found.float(), expected[1], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", PAGED)
+def test_queries_have_gradients_over_a_cached_context(kind, x):
+    layer = make(d_context=7)
+    source, cache = torch.randn(B, 5, 7, dtype=torch.float64), PAGED[kind]()
+    layer(x, source, key_lengths=[5, 3, 1], cache=cache)
+    read, plain = cache.read(), KVCache()
+    plain.append(read.key, read.value, read.key_lengths)
+    x.requires_grad_()
+    found, expected = (torch.autograd.grad(layer(x, source, cache=c).square().sum(), x)[0] for c in (cache, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.skipif(not os.access(growth._CLEAR, os.W_OK), reason="the system does not tell the peak from a moment on")
+@pytest.mark.parametrize("cache", [PagedKVCache(64), KVCache(dtype=torch.int8), PagedKVCache(64, dtype=torch.int8)])
+def test_a_step_of_decoding_holds_no_copy_of_the_cache(cache):
+    if native.core is None:
+        pytest.skip("the compiled core is not built")
+    layer = mh.MultiHeadAttention(256, 4, causal=True).requires_grad_(False)
+    x, long = torch.randn(2, 1, 256), torch.randn(2, 4, 1 << 14, 64)  # 32 MB each of keys and of values
+    cache.append(long, long)
+    layer(x, cache=cache)  # makes room
+    before = growth._peak_from_here()
+    layer(x, cache=cache)
+    assert growth._peak() - before < long.nbytes / 8
+
+
+@pytest.mark.parametrize("path", ["native", "tiled"])
+@pytest.mark.parametrize("kind", ["paged", "int8", "int8 paged"])
+def test_a_window_gives_pages_back(kind, path, monkeypatch):
+    monkeypatch.setattr(native, "core", native.core if path == "native" else None)
+    layer, x = make(**OPTIONS["window"]), torch.randn(B, 61, WIDTH, dtype=torch.float64)
+    n_pages = 3 + 2 * B  # the prompt's first, then at most three a sequence
+    cache = {
+        "paged": lambda: PagedKVCache(page_size=4, n_pages=n_pages),
+        "int8": lambda: KVCache(dtype=torch.int8, block_size=4),
+        "int8 paged": lambda: PagedKVCache(page_size=4, n_pages=n_pages, dtype=torch.int8),
+    }[kind]()
+    prompt = layer(x[:, :9], key_lengths=[9, 4, 1], cache=cache)
+    sizes, tokens = [], []
+    for i in range(9, 61):
+        tokens.append(layer(x[:, i : i + 1], cache=cache))
+        sizes.append(cache.nbytes)
+    assert cache.lengths.tolist() == [61, 56, 53] and len(set(sizes[9:])) == 1
+    tolerance = 1e-12 if kind == "paged" else 0.02
+    for b, n in enumerate([9, 4, 1]):
+        alone = layer(torch.cat([x[b : b + 1, :n], x[b : b + 1, 9:]], 1))[0]
+        got = torch.cat([prompt[b, :n], *(token[b] for token in tokens)])
+        torch.testing.assert_close(got, alone, rtol=tolerance, atol=tolerance)
+    if kind != "int8":
+        assert (cache.block_tables >= 0).sum() <= n_pages and cache.block_tables.shape == (B, 16)
+        cache.release(0)
+        cache.keep_last(4)
+        left = 4 * (n_pages - int((cache.block_tables >= 0).sum()))
+        begun = layer(x[:, :left], cache=cache, key_lengths=[left, 0, 0])
+        torch.testing.assert_close(begun[0], layer(x[:1, :left])[0], rtol=tolerance, atol=tolerance)
+        used = cache.block_tables[cache.block_tables >= 0].tolist()
+        assert sorted(used) == list(range(n_pages))
+
+
+@pytest.mark.parametrize(
+    "make_cache",
+    [
+        lambda: KVCache(12),
+        lambda: KVCache(12, dtype=torch.int8, block_size=4),
+        lambda: PagedKVCache(4, 12),
+        lambda: PagedKVCache(4, 12, dtype=torch.int8),
+    ],
+)
+def test_room_does_not_double_beyond_what_max_length_needs(make_cache):
+    slowly, at_once = make_cache(), make_cache()
+    numbers = torch.ones(2, 3, 12, 5)
+    at_once.append(numbers, numbers)
+    for part in numbers[:, :, :9].split([5, 4], 2):
+        slowly.append(part, part)
+    assert slowly.nbytes <= at_once.nbytes
 
 
 def test_pages_go_back_to_the_pool():

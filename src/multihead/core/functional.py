@@ -282,10 +282,11 @@ def build_problem(
         )  # fmt: skip
     if scale is None:
         scale = 1 / math.sqrt(sizes["D"]) if sizes["D"] else 1.0
-    if pages is not None and device.type == "cpu":
+    if pages is not None and device.type == "cpu" and L:
         begin, end = visibility.bounds()
+        first, last = torch.where(begin < end, begin, S).amin(1), end.amax(1)
         for name, x in zip(("key", "value"), pages, strict=True):
-            x.check_table(name, begin.amin(1) if L else begin.new_zeros(1), end.amax(1) if L else end.new_zeros(1))
+            x.check_table(name, first, last)
     return Problem(
         query, key, value, visibility, scale, softcap, bias, alibi_slopes, sinks, dropout_p, dropout_seed, pages
     )  # fmt: skip

@@ -318,7 +318,8 @@ def _class_batch(p: Problem, classes: Tensor | None) -> int:
 def _named(p: Problem, statistics: Statistics, found: dict[str, Tensor]) -> dict[str, Tensor]:
     """What the core filled, and what is made from that, in the order asked."""
     lse = found["lse"]
-    found |= tiled.gathered(p.plain(), statistics, lse)
+    if statistics.offsets or statistics.pairs:
+        found |= tiled.gathered(p.plain(), statistics, lse)
     if p.sinks is not None:
         found["lse"] = torch.logaddexp(lse, p.sinks.detach().to(lse.dtype)[:, None])
     names = (*statistics.asked, "sink_mass") if p.sinks is not None else statistics.asked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ class Pages:
         data: (P, G, page, D), P pages of `page` positions: floats of the query's type, or int8.
         table: int32 (B, n), the pages of each sequence in order; position j is at j % page of its page j // page.
         scales: float32 (P, G), with int8 alone: a number is its integer times the scale of its page and head.
+        length: S, the positions that the longest sequence has; by default all the room of its pages.
 
     Raises:
         TypeError, ValueError: a shape or type does not fit.
@@ -34,6 +35,7 @@ class Pages:
     data: Tensor
     table: Tensor
     scales: Tensor | None = None
+    length: int | None = None
 
     def __post_init__(self) -> None:
         sizes: dict[str, int] = {}
@@ -52,6 +54,9 @@ class Pages:
             raise ValueError(f"scales: expected None with {self.data.dtype} data, got a tensor")
         if self.data.shape[2] == 0:
             raise ValueError("data: expected pages of at least one position")
+        room = self.table.shape[1] * self.page
+        if self.length is not None and not 0 <= self.length <= room:
+            raise ValueError(f"length: expected 0 to {room}, the room of a sequence's pages, got {self.length}")
         for name, tensor in (("table", self.table), ("scales", self.scales)):
             if tensor is not None and tensor.device != self.data.device:
                 raise ValueError(
@@ -76,10 +81,10 @@ class Pages:
 
     @property
     def shape(self) -> torch.Size:
-        """(B, G, S, D) as the tensor that it stands for, with S the room of a sequence's pages."""
+        """(B, G, S, D) as the tensor that it stands for."""
         B, n = self.table.shape
         _, G, page, D = self.data.shape
-        return torch.Size((B, G, n * page, D))
+        return torch.Size((B, G, n * page if self.length is None else self.length, D))
 
     @property
     def device(self) -> torch.device:
@@ -92,10 +97,15 @@ class Pages:
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Gather the pages into one tensor (B, G, S, D) of a float type."""
         pages = self.table.long().clamp(0, max(len(self.data) - 1, 0))
-        gathered = self.data[pages].to(dtype)  # (B, n, G, page, D)
-        if self.scales is not None:
-            gathered = gathered * self.scales[pages].to(dtype)[..., None, None]
-        return gathered.transpose(1, 2).reshape(self.shape)
+        gathered = self.data[pages]  # (B, n, G, page, D)
+        if self.scales is not None:  # float32, so that a half type is rounded to once
+            gathered = gathered * self.scales[pages].to(torch.promote_types(dtype, torch.float32))[..., None, None]
+        return gathered.to(dtype).transpose(1, 2).flatten(2, 3)[:, :, : self.shape[2]]
+
+    def heads(self, heads: slice) -> Pages:
+        """Some of the key/value heads, in the same pages; nothing but their scales is copied."""
+        scales = None if self.scales is None else self.scales[:, heads]
+        return replace(self, data=self.data[:, heads], scales=scales)
 
     def check_table(self, name: str, begin: Tensor, end: Tensor) -> None:
         """Check the pages of the positions from `begin` to `end` (B,) of each sequence, on a CPU.

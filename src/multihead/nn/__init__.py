@@ -3,7 +3,7 @@
 from .alibi import alibi_slopes
 from .convert import from_module, from_safetensors, tensors_for, to_module
 from .design import HeadDesign, head_for
-from .kv_cache import Cached, KVCache, PagedKVCache
+from .kv_cache import Cached, CachedPages, KVCache, PagedKVCache
 from .module import MultiHeadAttention
 from .record import Record
 from .rotary import LinearScaling, Llama3Scaling, Rotary
@@ -12,6 +12,7 @@ from .views import Factored, Head
 
 __all__ = [
     "Cached",
+    "CachedPages",
     "Factored",
     "Head",
     "HeadDesign",

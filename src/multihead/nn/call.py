@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core import ops
+from ..core.pages import Pages
 from .kv_cache import KVCache, PagedKVCache
 
 
@@ -40,17 +42,25 @@ class Call:
         lengths = self.cache.lengths
         return new + (lengths[0] if bool((lengths == lengths[0]).all()) else lengths[:, None])
 
-    def remember(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def remember(self, key: Tensor, value: Tensor) -> Sequence[Tensor | Pages]:
         """Put new keys and values into the cache, and give all there are; without a cache they are all there are."""
         if self.cache is None:
             return key, value
+        left = None if self.fixed["window"] is None else self.fixed["window"][0]
+        if left is not None and not self.is_cross:
+            self.cache.keep_last(left)
         self.cache.append(key, value, self.key_lengths)
         return self.read()
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        """The keys and values of the cache; its lengths and positions join the rules of the call."""
+    def read(self) -> Sequence[Tensor | Pages]:
+        """The keys and values of the cache; its lengths and positions join the rules of the call.
+
+        Pages are handed over where they lie: the compiled core reads them there, and the other paths gather them. A
+        graph and autocast take plain tensors.
+        """
         assert self.cache is not None
-        cached = self.cache.read()
+        takes_pages = not (ops.is_traced(self.x) or torch.is_autocast_enabled(self.x.device.type))
+        cached = (self.cache.pages() if takes_pages else None) or self.cache.read()
         self.fixed["key_lengths"] = cached.key_lengths
         if not self.is_cross:
             self.fixed["query_start"] = cached.query_start
@@ -65,6 +75,12 @@ class Call:
                 tensor = tensor[(slice(None),) * axis + (heads,)]
             found[name] = tensor
         return found
+
+
+def of_key_head(tensor: Tensor | Pages, g: int) -> Tensor | Pages:
+    """One head of keys or values."""
+    heads = slice(g, g + 1)
+    return tensor.heads(heads) if isinstance(tensor, Pages) else tensor[:, heads]
 
 
 def four_axes(name: str, tensor: Tensor | None, n_heads: int) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 `KVCache` keeps each sequence in one piece, `PagedKVCache` in pages of a pool that all sequences share (Kwon et al.
 2023, PagedAttention). Both keep the numbers as they come, or as int8 with a scale for each key/value head and block
-of positions.
+of positions. What lies in pages is handed to attention as `Pages`, which the compiled core reads where they are.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 from ..core.axes import check_integers, check_shape
+from ..core.pages import Pages
+
+_NO_PAGE = -1
 
 
 class Cached(NamedTuple):
@@ -32,25 +35,176 @@ class Cached(NamedTuple):
     query_start: int | Tensor
 
 
-class _Cache:
-    """What both kinds share: lengths, checks, int8. A kind says where the positions of a sequence lie.
+class CachedPages(NamedTuple):
+    """The same with keys and values in pages: nothing is gathered, and int8 is not multiplied out."""
 
-    Buffers are named "key" and "value" ("key_scale", "value_scale": one cell a block, with int8).
+    key: Pages
+    value: Pages
+    key_lengths: Tensor | None
+    query_start: int | Tensor
+
+
+class _OnePiece:
+    """Where numbers lie: each sequence in one piece, a buffer (B, G, room, width) for keys and one for values."""
+
+    def __init__(self, max_length: int | None) -> None:
+        self.max_length = max_length
+        self.buffers: dict[str, Tensor] = {}
+
+    def emptied(self) -> _OnePiece:
+        """Another of the same limits."""
+        return _OnePiece(self.max_length)
+
+    def check_room(self, lengths: list[int]) -> None:
+        """Sequences of any length can be held."""
+
+    def make_room(self, lengths: list[int], heads: int, widths: dict[str, int], empty: Tensor) -> None:
+        """Make buffers that hold sequences of these lengths, of the type and on the device of `empty`."""
+        needed, room = max(lengths, default=0), self.buffers["key"].shape[2] if self.buffers else 0
+        if self.buffers and needed <= room:
+            return
+        room = max(needed, 2 * room)
+        room = room if self.max_length is None else min(room, self.max_length)
+        for name, width in widths.items():
+            larger = empty.new_empty(len(lengths), heads, room, width)
+            if name in self.buffers:
+                larger[:, :, : self.buffers[name].shape[2]] = self.buffers[name]
+            self.buffers[name] = larger
+
+    def put(self, name: str, values: Tensor, begin: list[int], counts: list[int]) -> None:
+        """Write the first counts[b] of values (B, G, n, width) from position begin[b] of each sequence on."""
+        buffer = self.buffers[name]
+        if len(set(begin)) <= 1 and len(set(counts)) <= 1 and begin:
+            buffer[:, :, begin[0] : begin[0] + counts[0]] = values[:, :, : counts[0]]
+            return
+        b, t = _cells(counts, values.device)
+        buffer[b, :, torch.tensor(begin, device=values.device)[b] + t] = values[b, :, t].to(buffer.dtype)
+
+    def forget(self, before: list[int]) -> None:
+        """A piece is kept whole."""
+
+    def plain(self, name: str, length: int, dtype: torch.dtype) -> Tensor:
+        """All numbers up to a length: (B, G, length, width)."""
+        return self.buffers[name][:, :, :length].to(dtype)
+
+    def pages(self, length: int) -> tuple[Pages, Pages] | None:
+        """Keys and values as pages; there are none."""
+
+
+class _Pool:
+    """Where numbers lie: in pages of a pool, a buffer (P, G, page, width) for keys and one for values.
+
+    With int8 there are a "key_scale" and a "value_scale" too, (P, G, 1, 1): their pages hold one number, of a whole
+    page.
     """
 
-    def __init__(self, max_length: int | None, dtype: torch.dtype | None, block: int) -> None:
+    def __init__(self, page: int, max_length: int | None, n_pages: int | None = None) -> None:
+        if page < 1:
+            raise ValueError(f"page_size, block_size: expected 1 or more, got {page}")
+        self.page, self.max_length, self.n_pages = page, max_length, n_pages
+        self.buffers: dict[str, Tensor] = {}
+        self._tables: list[list[int]] = []
+        self._free: list[int] = []
+        self._table: Tensor | None = None  # the tables as a tensor, until they change
+
+    def emptied(self) -> _Pool:
+        """Another of the same limits."""
+        return _Pool(self.page, self.max_length, self.n_pages)
+
+    @property
+    def table(self) -> Tensor:
+        """The pages of each sequence: int64 (B, most pages), -1 where it has none."""
+        if self._table is None:
+            most = max((len(table) for table in self._tables), default=0)
+            rows = [table + [_NO_PAGE] * (most - len(table)) for table in self._tables]
+            self._table = torch.tensor(rows, dtype=torch.int64)
+        return self._table
+
+    def check_room(self, lengths: list[int]) -> None:
+        """Raise if sequences of these lengths cannot be held."""
+        held = len(self.buffers["key"]) if self.buffers else 0
+        pages = held - len(self._free) + sum(self._wanted(lengths))
+        if self.n_pages is not None and pages > self.n_pages:
+            raise ValueError(f"cache: full: n_pages is {self.n_pages}, and {pages} pages of {self.page} are needed")
+
+    def make_room(self, lengths: list[int], heads: int, widths: dict[str, int], empty: Tensor) -> None:
+        """Give pages to sequences of these lengths; new ones are of the type and on the device of `empty`."""
+        wanted = self._wanted(lengths)
+        self._tables = self._tables or [[] for _ in lengths]
+        missing = sum(wanted) - len(self._free)
+        if missing > 0 or not self.buffers:
+            self._grow(missing, len(lengths), heads, widths, empty)
+        for table, more in zip(self._tables, wanted):
+            table += [self._free.pop() for _ in range(more)]
+        self._table = None if any(wanted) else self._table
+
+    def _wanted(self, lengths: list[int]) -> list[int]:
+        """How many pages sequences of these lengths lack."""
+        return [-(-n // self.page) - len(table) for n, table in zip(lengths, self._tables or [[]] * len(lengths))]
+
+    def _grow(self, missing: int, n_sequences: int, heads: int, widths: dict[str, int], empty: Tensor) -> None:
+        held = self.buffers["key"].shape[0] if self.buffers else 0
+        room = max(held + missing, 2 * held) if self.n_pages is None else self.n_pages
+        if self.n_pages is None and self.max_length is not None:
+            room = min(room, n_sequences * -(-self.max_length // self.page))
+        kinds = {name: (self.page, width, empty.dtype) for name, width in widths.items()}
+        if empty.dtype is torch.int8:
+            kinds |= {f"{name}_scale": (1, 1, torch.float32) for name in widths}
+        for name, (cells, width, dtype) in kinds.items():
+            larger = empty.new_empty(room, heads, cells, width, dtype=dtype)
+            if name in self.buffers:
+                larger[:held] = self.buffers[name]
+            self.buffers[name] = larger
+        self._free = [*range(room - 1, held - 1, -1), *self._free]
+
+    def put(self, name: str, values: Tensor, begin: list[int], counts: list[int]) -> None:
+        """Write the first counts[b] of values (B, G, n, width) from cell begin[b] of each sequence on."""
+        buffer, device = self.buffers[name], values.device
+        b, t = _cells(counts, device)
+        at = torch.tensor(begin, device=device)[b] + t
+        page = self.table.to(device)[b, at // buffer.shape[2]]
+        buffer[page, :, at % buffer.shape[2]] = values[b, :, t].to(buffer.dtype)
+
+    def forget(self, before: list[int]) -> None:
+        """Take back the pages of each sequence that lie before a position, whole."""
+        for table, position in zip(self._tables, before):
+            i = position // self.page - 1
+            while i >= 0 and table[i] != _NO_PAGE:  # before a page that is gone there is none
+                self._free.append(table[i])
+                table[i], self._table, i = _NO_PAGE, None, i - 1
+
+    def release(self, sequence: int) -> None:
+        """Take back all pages of a sequence."""
+        self._free += [page for page in self._tables[sequence] if page != _NO_PAGE]
+        self._tables[sequence], self._table = [], None
+
+    def plain(self, name: str, length: int, dtype: torch.dtype) -> Tensor:
+        """All numbers up to a length, gathered: (B, G, length, width)."""
+        return self._of(name, self.table.to(self.buffers[name].device), length).dense(dtype)
+
+    def pages(self, length: int) -> tuple[Pages, Pages] | None:
+        """Keys and values where they lie, with one table."""
+        table = self.table.to(self.buffers["key"].device)
+        return self._of("key", table, length), self._of("value", table, length)
+
+    def _of(self, name: str, table: Tensor, length: int) -> Pages:
+        scale = self.buffers.get(f"{name}_scale")
+        return Pages(self.buffers[name], table, None if scale is None else scale[:, :, 0, 0], length)
+
+
+class _Cache:
+    """What both kinds share: lengths, checks, int8. A store says where the positions of a sequence lie."""
+
+    def __init__(self, max_length: int | None, dtype: torch.dtype | None, store: _OnePiece | _Pool) -> None:
         if max_length is not None and max_length < 0:
             raise ValueError(f"max_length: expected 0 or more, got {max_length}")
         if dtype is not None and dtype is not torch.int8 and not dtype.is_floating_point:
             raise TypeError(f"dtype: expected a float type, torch.int8, or None for that of the keys, got {dtype}")
-        if block < 1:
-            raise ValueError(f"page_size, block_size: expected 1 or more, got {block}")
         self.max_length = max_length
         self.dtype = dtype
-        self.block = block
+        self._store = store
         self._lengths: list[int] = []
         self._started: list[int] = []  # lengths before the last append
-        self._buffers: dict[str, Tensor] = {}
         self._tails: dict[str, Tensor] = {}  # int8: the unfinished block of each sequence, not rounded
         self._widths: dict[str, int] = {}
         self._like: Tensor | None = None  # an empty tensor in the type and on the device of the keys
@@ -72,12 +226,13 @@ class _Cache:
     @property
     def nbytes(self) -> int:
         """Bytes held, room that is not used yet included."""
-        return sum(tensor.nbytes for tensor in (*self._buffers.values(), *self._tails.values()))
+        return sum(tensor.nbytes for tensor in (*self._store.buffers.values(), *self._tails.values()))
 
     def reset(self) -> None:
         """Forget every sequence; the next append may be of another batch."""
         self._lengths, self._started = [], []
-        self._buffers, self._tails, self._widths, self._like = {}, {}, {}, None
+        self._store = self._store.emptied()
+        self._tails, self._widths, self._like = {}, {}, None
 
     def append(self, key: Tensor, value: Tensor, key_lengths: Tensor | Sequence[int] | None = None) -> None:
         """Take the keys and values of the next tokens of every sequence.
@@ -99,12 +254,14 @@ class _Cache:
             self._widths = {"key": key.shape[3], "value": value.shape[3]}
             self._like = key.new_empty(0)
         after = [old + n for old, n in zip(self._lengths, new)]
-        self._make_room(after, key.shape[1])
+        assert self._like is not None
+        empty = self._like if self.dtype is None else self._like.to(self.dtype)
+        self._store.make_room(after, key.shape[1], self._widths, empty)
         for name, tensor in (("key", key.detach()), ("value", value.detach())):
             if self.is_quantized:
                 self._write_int8(name, tensor, new)
             else:
-                self._put(name, tensor.to(self._buffers[name].dtype), self._lengths, new)
+                self._store.put(name, tensor, self._lengths, new)
         self._started, self._lengths = self._lengths, after
 
     def read(self) -> Cached:
@@ -115,18 +272,44 @@ class _Cache:
         """
         if self._like is None:
             raise RuntimeError("cache: nothing was appended yet")
-        key, value = (self._plain(name) for name in ("key", "value"))
-        device = key.device
-        even = len(set(self._lengths)) <= 1 and len(set(self._started)) <= 1
-        if even:
-            return Cached(key, value, None, self._started[0] if self._started else 0)
-        return Cached(key, value, self.lengths.to(device), torch.tensor(self._started, device=device))
+        key, value = (self._store.plain(name, self.length, self._like.dtype) for name in ("key", "value"))
+        return Cached(key, value, *self._places())
+
+    def pages(self) -> CachedPages | None:
+        """All keys and values so far where they lie, for attention to read.
+
+        Returns:
+            None where they do not lie in pages, or are kept in another float type than they came in.
+
+        Raises:
+            RuntimeError: nothing was appended.
+        """
+        if self._like is None:
+            raise RuntimeError("cache: nothing was appended yet")
+        readable = self.dtype in (None, torch.int8, self._like.dtype)
+        found = self._store.pages(self.length) if readable else None
+        return None if found is None else CachedPages(*found, *self._places())
+
+    def keep_last(self, positions: int) -> None:
+        """Say that no later token sees further back than this many positions.
+
+        Pages that lie wholly before that go back to the pool; what `read` has at their positions has no meaning. A
+        layer with a window calls it before each append.
+        """
+        self._store.forget([length - positions for length in self._lengths])
+
+    def _places(self) -> tuple[Tensor | None, int | Tensor]:
+        """`key_lengths` and `query_start`."""
+        assert self._like is not None
+        if len(set(self._lengths)) <= 1 and len(set(self._started)) <= 1:
+            return None, self._started[0] if self._started else 0
+        return self.lengths.to(self._like.device), torch.tensor(self._started, device=self._like.device)
 
     def _check(self, key: Tensor, value: Tensor, key_lengths: Tensor | Sequence[int] | None) -> list[int]:
         """Check an append, and give the number of new tokens of each sequence."""
         sizes: dict[str, int] = {}
         if self._like is not None:
-            G = self._heads
+            G = self._store.buffers["key"].shape[1]
             sizes = {"B": len(self._lengths), "G": G, "D": self._widths["key"], "E": self._widths["value"]}
         check_shape("key", key, "BGLD", sizes)
         check_shape("value", value, "BGLE", sizes)
@@ -153,12 +336,13 @@ class _Cache:
                 raise ValueError(
                     f"cache: full: max_length is {self.max_length}, sequence {b} has {have} and {more} more came"
                 )
-        self._check_room([have + more for have, more in zip(old, new)])
+        self._store.check_room([have + more for have, more in zip(old, new)])
         return new
 
     def _write_int8(self, name: str, values: Tensor, new: list[int]) -> None:
         """Round whole blocks: those that new tokens fall in are made again from what was not rounded."""
-        (B, G, _, width), block = values.shape, self.block
+        assert isinstance(self._store, _Pool)
+        (B, G, _, width), block = values.shape, self._store.page
         inside = [old % block for old in self._lengths]  # tokens of the unfinished block, kept in the tail
         first = [old // block for old in self._lengths]
         blocks = [-(-(i + n) // block) for i, n in zip(inside, new)]
@@ -171,48 +355,12 @@ class _Cache:
         cut = stage.unflatten(2, (-1, block))
         scale = cut.abs().amax((3, 4)).float() / 127  # (B, G, blocks)
         rounded = (cut.float() / scale.clamp(min=torch.finfo(torch.float32).tiny)[..., None, None]).round()
-        self._put(name, rounded.to(torch.int8).flatten(2, 3), [i * block for i in first], [n * block for n in blocks])
-        self._put(f"{name}_scale", scale[..., None], first, blocks)
+        integers = rounded.to(torch.int8).flatten(2, 3)
+        self._store.put(name, integers, [i * block for i in first], [n * block for n in blocks])
+        self._store.put(f"{name}_scale", scale[..., None], first, blocks)
         rest = [(i + n) // block for i, n in zip(inside, new)]  # the block that is unfinished now, empty if none is
         padded = torch.cat([cut, cut.new_zeros(B, G, 1, block, width)], 2)
         self._tails[name] = padded[torch.arange(B), :, torch.tensor(rest)]
-
-    def _plain(self, name: str) -> Tensor:
-        assert self._like is not None
-        found = self._get(name, self.length)
-        if not self.is_quantized:
-            return found.to(self._like.dtype)
-        scale = self._get(f"{name}_scale", -(-self.length // self.block))
-        scale = scale.repeat_interleave(self.block, 2)[:, :, : self.length]
-        return (found * scale).to(self._like.dtype)
-
-    def _cells_of_buffers(self) -> dict[str, tuple[int, torch.dtype, int]]:
-        """Each buffer's width, type, and how many positions share a cell."""
-        assert self._like is not None
-        kind = self.dtype or self._like.dtype
-        cells = {name: (width, kind, 1) for name, width in self._widths.items()}
-        if self.is_quantized:
-            cells |= {f"{name}_scale": (1, torch.float32, self.block) for name in self._widths}
-        return cells
-
-    @property
-    def _heads(self) -> int:
-        return self._buffers["key"].shape[1]
-
-    def _check_room(self, lengths: list[int]) -> None:
-        """Raise if sequences of these lengths cannot be held."""
-
-    def _make_room(self, lengths: list[int], heads: int) -> None:
-        """Make buffers that hold sequences of these lengths."""
-        raise NotImplementedError
-
-    def _put(self, name: str, values: Tensor, begin: list[int], counts: list[int]) -> None:
-        """Write the first counts[b] of values (B, G, n, width) at cell begin[b] of each sequence."""
-        raise NotImplementedError
-
-    def _get(self, name: str, cells: int) -> Tensor:
-        """The first cells of every sequence: (B, G, cells, width)."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         kind = self.dtype or (self._like.dtype if self._like is not None else "the keys' type")
@@ -221,7 +369,7 @@ class _Cache:
 
 
 class KVCache(_Cache):
-    """Each sequence in one piece, (B, G, room, D).
+    """Each sequence in one piece, (B, G, room, D); int8 in pages of `block_size`, as in `PagedKVCache`.
 
     Room doubles when it is used up: most appends copy nothing but themselves, and a token is copied once on average.
 
@@ -246,35 +394,8 @@ class KVCache(_Cache):
     def __init__(
         self, max_length: int | None = None, *, dtype: torch.dtype | None = None, block_size: int = 64
     ) -> None:
-        # Only a shared scale makes blocks: without one a position is a block, and no room is lost to rounding up.
-        super().__init__(max_length, dtype, block_size if dtype is torch.int8 else 1)
-
-    def _make_room(self, lengths: list[int], heads: int) -> None:
-        needed = -(-max(lengths, default=0) // self.block)  # in blocks
-        room = self._buffers["key"].shape[2] // self.block if self._buffers else 0
-        if self._buffers and needed <= room:
-            return
-        room = max(needed, 2 * room)
-        if self.max_length is not None:
-            room = min(room, -(-self.max_length // self.block))
-        assert self._like is not None
-        for name, (width, dtype, shared) in self._cells_of_buffers().items():
-            larger = self._like.new_empty(len(lengths), heads, room * self.block // shared, width, dtype=dtype)
-            if name in self._buffers:
-                old = self._buffers[name]
-                larger[:, :, : old.shape[2]] = old
-            self._buffers[name] = larger
-
-    def _put(self, name: str, values: Tensor, begin: list[int], counts: list[int]) -> None:
-        buffer = self._buffers[name]
-        if len(set(begin)) <= 1 and len(set(counts)) <= 1 and begin:
-            buffer[:, :, begin[0] : begin[0] + counts[0]] = values[:, :, : counts[0]]
-            return
-        b, t = _cells(counts, values.device)
-        buffer[b, :, torch.tensor(begin, device=values.device)[b] + t] = values[b, :, t]
-
-    def _get(self, name: str, cells: int) -> Tensor:
-        return self._buffers[name][:, :, :cells]
+        store = _Pool(block_size, max_length) if dtype is torch.int8 else _OnePiece(max_length)
+        super().__init__(max_length, dtype, store)
 
 
 class PagedKVCache(_Cache):
@@ -292,6 +413,8 @@ class PagedKVCache(_Cache):
         ValueError, TypeError: an argument does not fit.
     """
 
+    _store: _Pool
+
     def __init__(
         self,
         page_size: int = 16,
@@ -300,26 +423,22 @@ class PagedKVCache(_Cache):
         n_pages: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(max_length, dtype, page_size)
         if n_pages is not None and n_pages < 0:
             raise ValueError(f"n_pages: expected 0 or more, got {n_pages}")
-        self.n_pages = n_pages
-        self._tables: list[list[int]] = []
-        self._free: list[int] = []
+        super().__init__(max_length, dtype, _Pool(page_size, max_length, n_pages))
 
     @property
     def page_size(self) -> int:
-        return self.block
+        return self._store.page
+
+    @property
+    def n_pages(self) -> int | None:
+        return self._store.n_pages
 
     @property
     def block_tables(self) -> Tensor:
-        """The pages of each sequence in order: int64 (B, most pages), -1 where it has no more."""
-        most = max((len(table) for table in self._tables), default=0)
-        return torch.tensor([table + [-1] * (most - len(table)) for table in self._tables], dtype=torch.int64)
-
-    def reset(self) -> None:
-        super().reset()
-        self._tables, self._free = [], []
+        """The pages of each sequence in order: int64 (B, most pages), -1 where it has none (`keep_last`) or no more."""
+        return self._store.table
 
     def release(self, sequence: int) -> None:
         """End one sequence: its pages go back to the pool, its length is 0, and the next append may begin another.
@@ -329,52 +448,10 @@ class PagedKVCache(_Cache):
         """
         if not 0 <= sequence < len(self._lengths):
             raise IndexError(f"sequence: expected a number under B={len(self._lengths)}, got {sequence}")
-        self._free += self._tables[sequence]
-        self._tables[sequence] = []
+        self._store.release(sequence)
         self._lengths = [0 if b == sequence else n for b, n in enumerate(self._lengths)]
         for tail in self._tails.values():
             tail[sequence] = 0
-
-    def _check_room(self, lengths: list[int]) -> None:
-        pages = sum(self._pages(lengths))
-        if self.n_pages is not None and pages > self.n_pages:
-            raise ValueError(f"cache: full: n_pages is {self.n_pages}, and {pages} pages of {self.block} are needed")
-
-    def _make_room(self, lengths: list[int], heads: int) -> None:
-        self._tables = self._tables or [[] for _ in lengths]
-        wanted = [pages - len(table) for pages, table in zip(self._pages(lengths), self._tables)]
-        missing = sum(wanted) - len(self._free)
-        if missing > 0 or not self._buffers:
-            self._grow(missing, heads)
-        for table, more in zip(self._tables, wanted):
-            table += [self._free.pop() for _ in range(more)]
-
-    def _pages(self, lengths: list[int]) -> list[int]:
-        return [-(-n // self.block) for n in lengths]
-
-    def _grow(self, missing: int, heads: int) -> None:
-        assert self._like is not None
-        held = self._buffers["key"].shape[0] if self._buffers else 0
-        room = max(held + missing, 2 * held) if self.n_pages is None else self.n_pages
-        for name, (width, dtype, shared) in self._cells_of_buffers().items():
-            larger = self._like.new_empty(room, heads, self.block // shared, width, dtype=dtype)
-            if name in self._buffers:
-                larger[:held] = self._buffers[name]
-            self._buffers[name] = larger
-        self._free = [*range(room - 1, held - 1, -1), *self._free]
-
-    def _put(self, name: str, values: Tensor, begin: list[int], counts: list[int]) -> None:
-        buffer, device = self._buffers[name], values.device
-        b, t = _cells(counts, device)
-        at = torch.tensor(begin, device=device)[b] + t
-        page = self.block_tables.to(device)[b, at // buffer.shape[2]]
-        buffer[page, :, at % buffer.shape[2]] = values[b, :, t]
-
-    def _get(self, name: str, cells: int) -> Tensor:
-        buffer = self._buffers[name]
-        # A table's -1 takes the last page: some numbers for positions beyond a sequence's length, which nobody reads.
-        tables = self.block_tables.to(buffer.device)
-        return buffer[tables].transpose(1, 2).flatten(2, 3)[:, :, :cells]
 
 
 def _cells(counts: list[int], device: torch.device) -> tuple[Tensor, Tensor]:

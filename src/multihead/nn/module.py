@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.functional import Window, attention, observe
+from ..core.pages import Pages
 from . import projections, surgery
 from .alibi import alibi_slopes
-from .call import Call, check_input, four_axes
+from .call import Call, check_input, four_axes, of_key_head
 from .kv_cache import KVCache, PagedKVCache
 from .projections import PARTS, Part
 from .record import Record
@@ -394,7 +395,7 @@ class MultiHeadAttention(nn.Module):
                 cached = call.read()
         seen: list[dict[str, Tensor]] = []
         for g in range(self.n_kv_heads):
-            key, value = keys_and_values(g) if cached is None else (tensor[:, g : g + 1] for tensor in cached)
+            key, value = keys_and_values(g) if cached is None else (of_key_head(x, g) for x in cached)
             for h in range(g * group, (g + 1) * group):
                 heads = slice(h, h + 1)
                 query = self._as_heads("Q", self._project("Q", call, heads), turns)
@@ -410,7 +411,13 @@ class MultiHeadAttention(nn.Module):
         return total.unflatten(0, (B, L))
 
     def _attend(
-        self, call: Call, query: Tensor, key: Tensor, value: Tensor, heads: slice, record: Record | None
+        self,
+        call: Call,
+        query: Tensor,
+        key: Tensor | Pages,
+        value: Tensor | Pages,
+        heads: slice,
+        record: Record | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """What some heads give, gated and ablated: (B, h, L, E), and their statistics."""
         options = call.options(heads)
