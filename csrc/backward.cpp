@@ -146,7 +146,8 @@ class Kernel {
     const double work = 2.5 * double(f.B * f.H * f.L) * double(f.S) * double(f.D + f.E);
     const int threads = work < kSerialWork ? 1 : std::max(1, f.threads);
     prepare(threads);
-    if (!for_each(f.B * f.G * row_blocks, threads, f.interrupted, [&](int64_t item, int) {
+    const bool at_once = key_blocks == 1;  // a thread begins with the rows that it goes on with
+    if (!at_once && !for_each(f.B * f.G * row_blocks, threads, f.interrupted, [&](int64_t item, int) {
           start_rows(item / row_blocks / f.G, item / row_blocks % f.G, item % row_blocks);
         }))
       return false;
@@ -158,8 +159,10 @@ class Kernel {
     if (!for_each(batches * heads * key_blocks, threads, f.interrupted, [&](int64_t item, int thread) {
           const int64_t block = item % key_blocks, of = item / key_blocks;
           for (int64_t b = one_batch ? 0 : of / heads; b < (one_batch ? f.B : of / heads + 1); ++b)
-            for (int64_t g = one_head ? 0 : of % heads; g < (one_head ? f.G : of % heads + 1); ++g)
+            for (int64_t g = one_head ? 0 : of % heads; g < (one_head ? f.G : of % heads + 1); ++g) {
+              for (int64_t rows = 0; at_once && rows < row_blocks; ++rows) start_rows(b, g, rows);
               add_keys(b, g, block, spaces[thread]);
+            }
         }))
       return false;
     finish();
@@ -239,7 +242,7 @@ class Kernel {
   void start_rows(int64_t b, int64_t g, int64_t block) {
     Span some{f.S, 0};
     each_row(g, block, [&](int, int64_t h, int64_t i) {
-      const Span span = score.row_at(b, h, i).span;
+      const Span span = score.span_of(b, i);
       if (span.begin < span.end) some = {std::min(some.begin, span.begin), std::max(some.end, span.end)};
     });
     with_stored(f.stored, [&](const auto* type) { start_each(type, b, g, block); });
@@ -399,7 +402,7 @@ class Kernel {
       each_row(g, block, [&](int r, int64_t h, int64_t i) {
         const int64_t n = at(b, h, i);
         const bool empty = f.inverse[n] == 0;
-        s.row[r] = score.row_at(b, h, i);
+        score.set_row(s.row[r], b, h, i);
         if (empty) s.row[r].span = {0, 0};
         const Real inverse = f.inverse[n], top = empty ? Real(0) : f.top[n],
                    factor = share ? share[n] : Real(1);
@@ -611,18 +614,21 @@ class Kernel {
       const bool begins = key_block == turn.first, ends = key_block == turn.last;
       with_stored(f.stored, [&](const auto* type) {
         each_row(g, block, [&](int r, int64_t h, int64_t i) {
-          Real* const sum = sum_of(b, h, i);
+          const Real factor = static_cast<Real>(f.scale);
+          const auto to = written(type, f.d_query, b, h, i);
+          const int64_t column = f.d_query.column;
+          Real* const sum = begins && ends && any ? nullptr : sum_of(b, h, i);
           for (int64_t e = 0; e < f.D; e += kColumns) {
             const Real* const from = s.d_query + e * kBlockRows + r * kColumns;
             const int64_t columns = std::min<int64_t>(kColumns, f.D - e);
-            if (begins)
+            if (!sum)
+              unpack_row(from, columns, factor, to + e * column, column);
+            else if (begins)
               for (int64_t c = 0; c < columns; ++c) sum[e + c] = any ? from[c] : Real(0);
             else if (any)
               for (int64_t c = 0; c < columns; ++c) sum[e + c] += from[c];
           }
-          if (ends)
-            unpack_row(sum, f.D, static_cast<Real>(f.scale), written(type, f.d_query, b, h, i),
-                       f.d_query.column);
+          if (sum && ends) unpack_row(sum, f.D, factor, to, column);
         });
       });
     }

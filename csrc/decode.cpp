@@ -99,7 +99,6 @@ class Decoder {
     const double work = double(kv_heads) * rows * double(f.S) * double(f.D + f.E);
     const int threads = work < kSerialWork ? 1 : std::max(1, f.threads);
     workers = allocate<Worker>(threads);
-    for (int t = 0; t < threads; ++t) workers[t].log_of = {};
     floats = allocate<Real>(threads * worker_numbers());
     sums = allocate<Sums>(kv_heads * parts * rows);
     outputs = allocate<Real>(kv_heads * parts * rows * output_row);
@@ -121,7 +120,7 @@ class Decoder {
   struct Worker {
     Row row[kFew];
     Gathered gathered;
-    LogOfCount log_of;
+    FinishSpace finish;
     const void *key[kKeys], *value[kKeys];
     Real key_scale[kKeys], value_scale[kKeys];  // where there are scales
   };
@@ -132,7 +131,7 @@ class Decoder {
   }
 
   void set_rows(int64_t kv, Row* row) const {
-    for (int r = 0; r < rows; ++r) row[r] = score.row_at(kv / f.G, kv % f.G * (f.H / f.G) + r / f.L, r % f.L);
+    for (int r = 0; r < rows; ++r) score.set_row(row[r], kv / f.G, kv % f.G * (f.H / f.G) + r / f.L, r % f.L);
   }
 
   template <typename T>
@@ -324,8 +323,8 @@ class Decoder {
         for (int64_t e = 0; e < output_row; e += kLanes)
           store(o + e, load(o + e) * mine + load(from + e) * other);
       }
-      finish(kv / f.G, row, w.gathered, r, output + r * output_row, kColumns, w.log_of);
     }
+    finish(kv / f.G, w.row, rows, w.gathered, output, output_row, kColumns, w.finish);
   }
 
   const Forward<Real>& f;

@@ -25,7 +25,7 @@ constexpr int64_t kFusedBytes = 384 * 1024;  // keys and values that fit the L2 
 struct Block {
   Row row[kRows];
   Gathered gathered;
-  LogOfCount log_of;
+  FinishSpace finish;
 };
 
 // The packed keys and values of one key/value head, a block of keys after the other. A block holds
@@ -98,7 +98,6 @@ class Kernel {
     scratch = allocate<Real>(threads * scratch_numbers);
     blocks = allocate<Block>(threads);
     if (f.pages) plain = allocate<Real>(threads * kKeys * std::max(f.D, f.E));
-    for (int t = 0; t < threads; ++t) blocks[t].log_of = {};
   }
 
   void pack(int64_t kv, int64_t block, const Packed& to, int thread) const {
@@ -166,7 +165,7 @@ class Kernel {
     const int n_rows = static_cast<int>(std::min<int64_t>(kRows, stream_rows - first_row));
     Span some{f.S, 0};
     for (int64_t r = 0, h = first_head + first_row / f.L, i = first_row % f.L; r < n_rows; ++r) {
-      row[r] = score.row_at(b, h, i);
+      score.set_row(row[r], b, h, i);
       if (row[r].span.begin < row[r].span.end) some = hull(some, row[r].span);
       if (++i == f.L) ++h, i = 0;
     }
@@ -197,8 +196,7 @@ class Kernel {
           });
       }
     }
-    for (int r = 0; r < n_rows; ++r)
-      finish(b, row[r], gathered, r, output + r * kColumns, kRows * kColumns, blocks[thread].log_of);
+    finish(b, row, n_rows, gathered, output, kColumns, kRows * kColumns, blocks[thread].finish);
   }
 
   // value_tiles for a block with values that are not finite: only visible keys are multiplied.

@@ -63,12 +63,13 @@ class Scores {
     return {0, p.causal ? std::clamp<int64_t>(p.query_start + i + 1, 0, p.S) : p.S};
   }
 
-  Row row_at(int64_t b, int64_t h, int64_t i) const {
-    Row row{};
+  // Fills in a row where it lies: copied from a temporary, its fields would wait for their stores.
+  void set_row(Row& row, int64_t b, int64_t h, int64_t i) const {
     row.h = h, row.i = i;
     row.span = span_of(b, i);
     row.visible = hides ? 0 : std::max<int64_t>(0, row.span.end - row.span.begin);
-    if (!adds && !hides) return row;
+    row.mask = nullptr, row.bias = nullptr, row.documents = nullptr, row.slope = 0;
+    if (!adds && !hides) return;
     if (p.mask.data)
       row.mask =
           static_cast<const uint8_t*>(p.mask.data) + b * p.mask.batch + h * p.mask.head + i * p.mask.row;
@@ -80,7 +81,6 @@ class Scores {
     if (p.key_documents)
       row.documents = p.key_documents + b * p.S, row.document = p.query_documents[b * p.L + i];
     if (p.slopes) row.slope = static_cast<Real>(p.slopes[h] * kLog2E), row.position = p.positions[b] + i;
-    return row;
   }
 
   // Whether a key of a row's span is hidden from it all the same; asked only where `hides`.

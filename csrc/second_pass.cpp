@@ -74,7 +74,7 @@ class Pass {
       const int n_rows = static_cast<int>(std::min<int64_t>(kRows, last - i));
       Span seen{f.S, 0};
       for (int r = 0; r < n_rows; ++r) {
-        w.row[r] = score.row_at(b, h, i + r);
+        score.set_row(w.row[r], b, h, i + r);
         if (w.row[r].span.begin < w.row[r].span.end) seen = hull(seen, w.row[r].span);
         if (f.top_keys) {
           std::fill_n(f.top_keys + (head * f.L + i + r) * f.k, f.k, -1);

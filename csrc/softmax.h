@@ -82,16 +82,14 @@ struct Gathered {
       store(old_max + r, old), store(max + r, both), store(zero + r, base), store(top_x + r, x);
       store(rescale + r, exp2(floored(old - base))), store(top_p + r, exp2(floored(x)));
     }
-    for (int r = 0; r < rows; ++r)
-      if (seen[r].from < seen[r].to)
-        weigh<kObserve>(scores + r * kScoreRow, seen[r], r);
-      else
-        for (auto& lanes : sum_lanes) lanes[r] = Reals{};
+    weigh<kObserve>(scores, rows, seen);
     for (int r = 0; r < rows; r += kLanes)
       for (int k = 0; k < (kObserve ? kSums : 1); ++k) store(sum[k] + r, sum_each(sum_lanes[k] + r));
-    // Apart from what is added to it, which might be fused with it in one form of this function only.
-    for (int r = 0; r < rows; ++r) total[r] *= rescale[r];
-    for (int r = 0; r < rows; ++r) merge<kObserve>(r, first, scores + r * kScoreRow, seen[r]);
+    add_weight(rows);
+    if constexpr (kObserve) {
+      merge(rows, first);
+      find_argmax(scores, rows, seen, first);
+    }
   }
 
  private:
@@ -101,6 +99,7 @@ struct Gathered {
   enum Sum { kWeight, kMoment, kSquares, kFirstOrder, kSecondOrder, kSums };
   Reals sum_lanes[kSums][kRows];
   alignas(64) Real sum[kSums][kRows];
+  alignas(64) double before[kRows], weight[kRows];  // the old total, to the new maximum, and what comes to it
 
   MH_LOOP void find_top(Real* scores, int rows, const Columns* seen) {
     std::fill_n(top, kRows, -kInfinity);
@@ -121,55 +120,78 @@ struct Gathered {
   }
 
   template <bool kObserve>
-  MH_LOOP void weigh(Real* s, Columns seen, int r) {
-    const bool any = top[r] > -kInfinity;
-    if (any) s[top_at[r]] = -kInfinity;
-    const Real base = zero[r];
-    Reals weight{}, moment{}, squares{}, first_order{}, second_order{};
-    Reals offset = __builtin_convertvector(iota() + (seen.from - top_at[r]), Reals);
-    for (int c = seen.from; c < seen.to; c += kLanes) {
-      const Reals x = floored(load(s + c) - base);
-      const Reals p = exp2(x);
-      store(s + c, p);
-      weight += p;
-      if constexpr (kObserve) {
-        moment += p * x;
-        squares += p * p;
-        const Reals lever = p * offset;
-        first_order += lever;
-        second_order += lever * offset;
-        offset += Real(kLanes);
+  MH_LOOP void weigh(Real* scores, int rows, const Columns* seen) {
+    for (int r = 0; r < rows; ++r) {
+      Real* const s = scores + r * kScoreRow;
+      const bool any = top[r] > -kInfinity;
+      if (any) s[top_at[r]] = -kInfinity;
+      const Reals base = all(zero[r]);
+      Reals weight{}, moment{}, squares{}, first_order{}, second_order{};
+      Reals offset = __builtin_convertvector(iota() + (seen[r].from - top_at[r]), Reals);
+      for (int c = seen[r].from; c < seen[r].to; c += kColumns) {
+        Reals x[kPanelVectors], p[kPanelVectors], of_panel{};
+        for (int v = 0; v < kPanelVectors; ++v) x[v] = floored(load(s + c + v * kLanes) - base);
+        exp2(x, p);
+        for (int v = 0; v < kPanelVectors; ++v) {
+          store(s + c + v * kLanes, p[v]);
+          of_panel += p[v];
+          if constexpr (kObserve) {
+            moment += p[v] * x[v];
+            squares += p[v] * p[v];
+            const Reals lever = p[v] * offset;
+            first_order += lever;
+            second_order += lever * offset;
+            offset += Real(kLanes);
+          }
+        }
+        weight += of_panel;
       }
-    }
-    if (any) s[top_at[r]] = top_p[r];
-    sum_lanes[kWeight][r] = weight;
-    if constexpr (kObserve) {
-      sum_lanes[kMoment][r] = moment, sum_lanes[kSquares][r] = squares;
-      sum_lanes[kFirstOrder][r] = first_order, sum_lanes[kSecondOrder][r] = second_order;
+      if (any) s[top_at[r]] = top_p[r];
+      sum_lanes[kWeight][r] = weight;
+      if constexpr (kObserve) {
+        sum_lanes[kMoment][r] = moment, sum_lanes[kSquares][r] = squares;
+        sum_lanes[kFirstOrder][r] = first_order, sum_lanes[kSecondOrder][r] = second_order;
+      }
     }
   }
 
-  template <bool kObserve>
-  MH_INLINE void merge(int r, int64_t first, const Real* p_row, Columns seen) {
-    const double scale = rescale[r], p = top_p[r];
-    const double before = total[r], weight = sum[kWeight][r] + p;
-    if constexpr (kObserve) {
-      const double shift = old_max[r] == -kInfinity ? 0.0 : double(old_max[r]) - max[r];
-      const double top_moment = p == 0 ? 0.0 : p * top_x[r];
-      moment[r] = scale * moment[r] + shift * before + sum[kMoment][r] + top_moment;
-      squares[r] = scale * scale * squares[r] + sum[kSquares][r] + p * p;
-      const double from_top = weight == 0 ? 0.0 : sum[kFirstOrder][r] / weight;
-      const double distance = double(first + top_at[r]) + from_top - mean[r];
-      const double share = weight == 0 ? 0.0 : weight / (before + weight);
-      const double inner = sum[kSecondOrder][r] - from_top * sum[kFirstOrder][r];
-      mean[r] += distance * share;
-      spread[r] = scale * spread[r] + (inner < 0 ? 0.0 : inner) + distance * distance * before * share;
-      if (top[r] > old_max[r] && total[r] == total[r]) argmax[r] = first + top_at[r];
-      if (weight != weight && total[r] == total[r])  // the first NaN is the largest, as PyTorch has it
-        argmax[r] =
-            first + (std::find_if(p_row + seen.from, p_row + seen.to, [](Real x) { return x != x; }) - p_row);
+  // One function, whether it is observed or not: the compiler fuses products and sums as it likes.
+  MH_LOOP void add_weight(int rows) {
+    for (int r = 0; r < rows; r += kDoubles) {
+      const Doubles old = load_doubles(total + r) * load_doubles(rescale + r);
+      const Doubles newest = load_doubles(sum[kWeight] + r) + load_doubles(top_p + r);
+      store_doubles(before + r, old), store_doubles(weight + r, newest),
+          store_doubles(total + r, old + newest);
     }
-    total[r] = before + weight;
+  }
+
+  MH_LOOP void merge(int rows, int64_t first) {
+    for (int r = 0; r < rows; r += kDoubles) {
+      const auto of = [&](const auto* numbers) { return load_doubles(numbers + r); };
+      const Doubles scale = of(rescale), p = of(top_p), old = of(before), newest = of(weight), none{};
+      const Doubles old_top = of(old_max), drop = old_top - of(max);
+      const Doubles shift = old_top == -double(kInfinity) ? none : drop, top_moment = p * of(top_x);
+      store_doubles(moment + r,
+                    scale * of(moment) + shift * old + of(sum[kMoment]) + (p == 0 ? none : top_moment));
+      store_doubles(squares + r, scale * scale * of(squares) + of(sum[kSquares]) + p * p);
+      const Doubles lever = of(sum[kFirstOrder]), from_top = newest == 0 ? none : lever / newest;
+      const Doubles share = newest == 0 ? none : newest / (old + newest);
+      const Doubles inner = of(sum[kSecondOrder]) - from_top * lever;
+      const Doubles distance = double(first) + of(top_at) + from_top - of(mean);
+      store_doubles(mean + r, of(mean) + distance * share);
+      store_doubles(spread + r,
+                    scale * of(spread) + (inner < 0 ? none : inner) + distance * distance * old * share);
+    }
+  }
+
+  MH_LOOP void find_argmax(const Real* scores, int rows, const Columns* seen, int64_t first) {
+    for (int r = 0; r < rows; ++r) {
+      if (before[r] != before[r]) continue;  // the first NaN is the largest, as PyTorch has it
+      if (top[r] > old_max[r]) argmax[r] = first + top_at[r];
+      if (weight[r] == weight[r]) continue;
+      const Real* const p = scores + r * kScoreRow;
+      argmax[r] = first + (std::find_if(p + seen[r].from, p + seen[r].to, [](Real x) { return x != x; }) - p);
+    }
   }
 };
 

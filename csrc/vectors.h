@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <type_traits>
 
@@ -30,6 +31,35 @@ constexpr Int kSignBit = std::numeric_limits<Int>::min(), kOtherBits = std::nume
 constexpr double kLog2E = 1.44269504088896340736;
 constexpr double kLn2 = 0.69314718055994530942;
 
+// As many doubles as fill a vector: sums over all keys, and what is made of them.
+typedef double Doubles __attribute__((vector_size(sizeof(Real) * MH_LANES)));
+typedef uint64_t Longs __attribute__((vector_size(sizeof(Real) * MH_LANES)));
+constexpr int kDoubles = kLanes * sizeof(Real) / sizeof(double);
+
+MH_INLINE Doubles all_double(double x) { return x - Doubles{}; }
+
+MH_INLINE Doubles load_doubles(const double* from) {
+  Doubles v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+template <typename T>
+MH_INLINE Doubles load_doubles(const T* from) {
+  typedef T Fewer __attribute__((vector_size(sizeof(T) * kDoubles)));
+  Fewer v;
+  std::memcpy(&v, from, sizeof v);
+  return __builtin_convertvector(v, Doubles);
+}
+
+MH_INLINE void store_doubles(double* to, Doubles v) { std::memcpy(to, &v, sizeof v); }
+
+MH_INLINE void narrow_doubles(Real* to, Doubles v) {
+  typedef Real Fewer __attribute__((vector_size(sizeof(Real) * kDoubles)));
+  const Fewer narrow = __builtin_convertvector(v, Fewer);
+  std::memcpy(to, &narrow, sizeof narrow);
+}
+
 MH_INLINE Reals load(const Real* from) {
   Reals v;
   std::memcpy(&v, from, sizeof v);
@@ -37,6 +67,16 @@ MH_INLINE Reals load(const Real* from) {
 }
 
 MH_INLINE void store(Real* to, Reals v) { std::memcpy(to, &v, sizeof v); }
+
+// A store that leaves the caches alone, to a vector's border; `stored_past` comes before another thread
+// reads.
+#if MH_SINGLE && MH_LANES == 8 && defined(__AVX2__)
+MH_INLINE void store_past(Real* to, Reals v) { __builtin_ia32_movntps256(to, v); }
+MH_INLINE void stored_past() { __builtin_ia32_sfence(); }
+#else
+MH_INLINE void store_past(Real* to, Reals v) { store(to, v); }
+MH_INLINE void stored_past() {}
+#endif
 
 MH_INLINE Reals all(Real x) { return x - Reals{}; }
 MH_INLINE Ints all(Int x) { return x - Ints{}; }
@@ -143,7 +183,13 @@ MH_INLINE void transpose(Reals (&r)[kLanes]) {
 
 // x with a floor below which exp2 has nothing to tell apart; NaN stays.
 constexpr Real kFloor = kSingle ? -127 : -1023;
-MH_INLINE Reals floored(Reals x) { return x < kFloor ? all(kFloor) : x; }
+MH_INLINE Reals floored(Reals x) {
+#if MH_SINGLE && MH_LANES == 8 && defined(__AVX2__)
+  return __builtin_ia32_maxps256(all(kFloor), x);  // the compiler makes two instructions of the line below
+#else
+  return x < kFloor ? all(kFloor) : x;
+#endif
+}
 
 // Coefficients of polynomials, the highest power first.
 template <typename T>
@@ -185,13 +231,39 @@ MH_INLINE Reals polynomial(const Real (&terms)[N], Reals x) {
 
 // 2^x for x in [kFloor, 0]. 2^x = 2^n 2^f with n = round(x), |f| <= 1/2; 2^n by adding n to the exponent of
 // 2^f. So 2^kFloor is exactly 0, and between there and one more a number too small to count; NaN is NaN.
-MH_INLINE Reals exp2(Reals x) {
+// Several at once, step by step: one alone is a chain of steps that wait for each other.
+template <size_t N>
+MH_INLINE void exp2(const Reals (&x)[N], Reals (&p)[N]) {
   constexpr int kMantissa = kSingle ? 23 : 52;
   // 1.5 * 2^kMantissa: adding it rounds to an integer, kept in the low bits.
   const Reals magic = all(Real(Int{3} << (kMantissa - 1)));
-  const Reals shifted = x + magic;
-  const Reals p = polynomial(Series<Real>::kExp2, x - (shifted - magic));
-  return (Reals)((Ints)p + ((Ints)shifted << kMantissa));
+  Reals shifted[N], f[N];
+  for (size_t i = 0; i < N; ++i) shifted[i] = x[i] + magic;
+  for (size_t i = 0; i < N; ++i) f[i] = x[i] - (shifted[i] - magic);
+  for (size_t i = 0; i < N; ++i) p[i] = all(Series<Real>::kExp2[0]);
+  for (size_t k = 1; k < std::size(Series<Real>::kExp2); ++k)
+    for (size_t i = 0; i < N; ++i) p[i] = p[i] * f[i] + Series<Real>::kExp2[k];
+  for (size_t i = 0; i < N; ++i) p[i] = (Reals)((Ints)p[i] + ((Ints)shifted[i] << kMantissa));
+}
+
+MH_INLINE Reals exp2(Reals x) {
+  const Reals one[1] = {x};
+  Reals p[1];
+  exp2(one, p);
+  return p[0];
+}
+
+// The natural logarithm of x from 1 up, NaN of NaN. With x = 2^k m, m near 1, log x = k log 2 + 2 atanh s, s
+// = (m - 1) / (m + 1): the series of atanh, whose first term left out is 2e-17 of it. Near 1 nothing cancels.
+MH_INLINE Doubles log(Doubles x) {
+  constexpr uint64_t kRoot = 0x3fe6a09e667f3bcd;  // the bits of the root of 1/2
+  const Longs k = ((Longs)x - kRoot) >> 52;
+  const Doubles m = (Doubles)((Longs)x - (k << 52));
+  const Doubles exponent = (Doubles)(k | 0x4330000000000000) - 0x1p52;
+  const Doubles s = (m - 1) / (m + 1), z = s * s;
+  Doubles series = all_double(1.0 / 19);
+  for (int n = 17; n > 1; n -= 2) series = series * z + 1.0 / n;
+  return exponent * kLn2 + (2 * s + 2 * s * z * series) + (x - x);
 }
 
 MH_INLINE Reals magnitude_of(Reals x) { return (Reals)((Ints)x & kOtherBits); }
