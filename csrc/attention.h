@@ -60,6 +60,13 @@ struct Problem {
   double scale;
   double softcap;  // 0: none
 
+  // Dropout, on the weights' way into the output alone: a weight whose word of 32 random bits (dropout.h says
+  // which) is below a threshold, the share to drop times 2^32, is dropped, and the others are multiplied by
+  // kept_factor.
+  double kept_factor;  // 0: no dropout
+  uint64_t dropped_below;
+  uint32_t dropout_key[2];
+
   int threads;
   Interrupted interrupted;
 };

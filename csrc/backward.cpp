@@ -3,7 +3,8 @@
 // The plain loop, for a row with weights A, entropy H, output o and an incoming gradient of each (dO, dH,
 // dlse, dmax): dV += A^T dO; dA = dO V^T; the gradient of the scores is
 //     dS = A * (dA - dO.o + dlse - dH * (log A + H)) + dmax at the argmax;
-// dQ = scale * dS K; dK = scale * dS^T Q. Five products over the cells. What makes it fast:
+// dQ = scale * dS K; dK = scale * dS^T Q. Dropout's factors M make it dV += (A * M)^T dO and dA = M * dO V^T.
+// Five products over the cells. What makes it fast:
 //   1. A piece of work is a block of keys against all rows that see it, of every head that reads those keys:
 //   dK
 //      and dV are summed where they lie, in the cache, and each product is done once.
@@ -18,8 +19,8 @@
 #include <atomic>
 #include <thread>
 
+#include "dropout.h"
 #include "pool.h"
-#include "scores.h"
 
 namespace multihead {
 namespace MH_BUILD {
@@ -116,8 +117,8 @@ struct Constants {
 struct Space {
   Row row[kRows];
   Constants of;
-  Real *query, *upstream;           // rows (kRows, row_stride): scaled queries; dO and d_class_mass
-  Real *weights, *change, *slopes;  // cells (kRows, kScoreRow): A, dS, and tanh's slope
+  Real *query, *upstream;                  // rows (kRows, row_stride): scaled queries; dO and d_class_mass
+  Real *weights, *change, *slopes, *kept;  // cells (kRows, kScoreRow): A, dS, tanh's slope, dropout's factors
   Real *keys, *key_columns, *values,
       *classes;                     // packed: (D, kColumns), (keys, kColumns), (E, kColumns), (C, ..)
   Real *d_query, *d_key, *d_value;  // sums: panels (rows or keys, kColumns)
@@ -128,6 +129,7 @@ class Kernel {
   explicit Kernel(const Backward<Real>& problem)
       : f(problem),
         score(problem, row_stride(problem.D)),
+        dropout(problem),
         group(f.G ? f.H / f.G : 1),
         width(f.d_output.data ? f.E : 0),
         upstream_row(row_stride(width + f.C)),
@@ -195,6 +197,7 @@ class Kernel {
                              kBlockRows * kScoreRow,
                              kBlockRows * kScoreRow,
                              f.softcap != 0 ? kBlockRows * kScoreRow : 0,
+                             dropout.on ? kBlockRows * kScoreRow : 0,
                              n * f.D,
                              n * key_panels * kColumns,
                              n * f.E,
@@ -209,9 +212,10 @@ class Kernel {
     for (int t = 0; t < threads; ++t) {
       Space& s = spaces[t];
       Real* next = scratch.get() + t * all;
-      Real** const arrays[] = {&s.query,       &s.upstream, &s.weights, &s.change,  &s.slopes, &s.keys,
-                               &s.key_columns, &s.values,   &s.classes, &s.d_query, &s.d_key,  &s.d_value};
-      for (int i = 0; i < 12; ++i) *arrays[i] = next, next += ceil_div(sizes[i], 16) * 16;
+      Real** const arrays[] = {&s.query,   &s.upstream, &s.weights,     &s.change, &s.slopes,
+                               &s.kept,    &s.keys,     &s.key_columns, &s.values, &s.classes,
+                               &s.d_query, &s.d_key,    &s.d_value};
+      for (int i = 0; i < 13; ++i) *arrays[i] = next, next += ceil_div(sizes[i], 16) * 16;
     }
   }
 
@@ -376,6 +380,9 @@ class Kernel {
     bool any = false;
     for (int t = 0; t < tiles; ++t) any = any || seen[t].from < seen[t].to;
     if (any) {
+      if (dropout.on)
+        for (int r = 0; r < n; ++r)
+          dropout.factors(b, s.row[r], first, seen[r / kTileRows], s.kept + r * kScoreRow);
       gradients_of_weights(n, padded, seen, s);
       if (odd)
         change_exactly(n, first, padded, seen, s);
@@ -383,6 +390,8 @@ class Kernel {
         change<true>(n, padded, seen, s);
       else
         change<false>(n, padded, seen, s);
+      if (dropout.on)
+        for (int r = 0; r < n; ++r) drop(s, r, seen[r / kTileRows], s.weights);
       if (f.d_max_logit) add_to_argmax(b, g, block, first, padded, s);
       if (f.d_slopes || bias_of != Bias::kNone) sum_cells(b, g, block, key_block, seen, s);
       if (f.softcap != 0) uncap(n, seen, s);
@@ -424,7 +433,8 @@ class Kernel {
     return finite && all_finite(s.query, n * query_row) && all_finite(s.upstream, n * upstream_row);
   }
 
-  // dA in the columns that a tile sees: dO V^T, and the gradient of the mass of each key's class.
+  // dA in the columns that a tile sees: dO V^T, through dropout, and the gradient of the mass of each key's
+  // class.
   void gradients_of_weights(int n, int64_t padded, const Columns* seen, Space& s) const {
     const int tiles = static_cast<int>(ceil_div(n, kTileRows));
     for (int column = 0; column < padded; column += kColumns)
@@ -447,10 +457,17 @@ class Kernel {
             });
         };
         product(from, s.values + column * f.E, width);
+        if (dropout.on && add)
+          for (int r = begin; r < end; ++r) drop(s, r, {column, column + kColumns}, s.change);
         product(from + width, s.classes + column * f.C, f.C);
         if (!add)
           for (int r = 0; r < end - begin; ++r) std::fill_n(to + r * kScoreRow, kColumns, Real(0));
       }
+  }
+
+  static void drop(const Space& s, int r, Columns columns, Real* cells) {
+    for (int64_t c = r * kScoreRow + columns.from, end = r * kScoreRow + columns.to; c < end; c += kLanes)
+      store(cells + c, load(cells + c) * load(s.kept + c));
   }
 
   // From scores to weights, and from the gradients of those to the gradients of the scores, with zeros where
@@ -664,6 +681,7 @@ class Kernel {
 
   const Backward<Real>& f;
   const Scores score;
+  const Dropout dropout;
   const int64_t group, width, upstream_row, key_panels, value_panels;
   const int64_t key_blocks, stream_rows, row_blocks;
   const bool in_place;  // whether dQ is summed where it goes

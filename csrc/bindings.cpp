@@ -54,6 +54,9 @@ struct Arguments {
   std::array<Layout, 2> cell_layouts;
   std::array<Address, 2> documents, alibi;
   double scale, softcap;
+  double kept_factor;  // dropout
+  uint64_t dropped_below;
+  std::array<uint32_t, 2> dropout_key;
   std::array<Address, 3> pages;  // the table, the scales of keys and of values
   int64_t page_batch, page_size;
 };
@@ -80,6 +83,8 @@ void fill(multihead::Problem<Real>& p, const Arguments& a, int threads) {
   p.key_documents = pointer<int64_t>(a.documents[0]), p.query_documents = pointer<int64_t>(a.documents[1]);
   p.slopes = pointer<Real>(a.alibi[0]), p.positions = pointer<int64_t>(a.alibi[1]);
   p.scale = a.scale, p.softcap = a.softcap;
+  p.kept_factor = a.kept_factor, p.dropped_below = a.dropped_below;
+  p.dropout_key[0] = a.dropout_key[0], p.dropout_key[1] = a.dropout_key[1];
   p.pages = pointer<int32_t>(a.pages[0]), p.page_batch = a.page_batch, p.page_size = a.page_size;
   p.key_scales = pointer<float>(a.pages[1]), p.value_scales = pointer<float>(a.pages[2]);
   p.threads = threads, p.interrupted = how_to_stop();
@@ -213,10 +218,10 @@ NB_MODULE(_native, m) {
       .def(nb::init<std::array<int64_t, 7>, std::array<int, 2>, std::array<Address, 3>, std::array<Layout, 3>,
                     std::array<Address, 2>, int64_t, bool, int64_t, std::array<Address, 2>,
                     std::array<Layout, 2>, std::array<Address, 2>, std::array<Address, 2>, double, double,
-                    std::array<Address, 3>, int64_t, int64_t>(),
+                    double, uint64_t, std::array<uint32_t, 2>, std::array<Address, 3>, int64_t, int64_t>(),
            "sizes"_a, "stored"_a, "tensors"_a, "layouts"_a, "spans"_a, "span_batch"_a, "causal"_a,
            "query_start"_a, "cells"_a, "cell_layouts"_a, "documents"_a, "alibi"_a, "scale"_a, "softcap"_a,
-           "pages"_a, "page_batch"_a, "page_size"_a);
+           "kept_factor"_a, "dropped_below"_a, "dropout_key"_a, "pages"_a, "page_batch"_a, "page_size"_a);
   m.def("forward", &forward, "problem"_a, "output"_a, "layout"_a, "sinks"_a, "classes"_a, "class_batch"_a,
         "n_classes"_a, "observe"_a, "statistics"_a, "saved"_a, "threads"_a,
         "Attention into the arrays at the given addresses.");

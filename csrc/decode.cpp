@@ -6,6 +6,7 @@
 #include <atomic>
 
 #include "decode.h"
+#include "dropout.h"
 #include "pool.h"
 
 namespace multihead {
@@ -87,7 +88,8 @@ class Decoder {
   explicit Decoder(const Forward<Real>& problem)
       : f(problem),
         score(problem),
-        finish(problem, score),
+        dropout(problem),
+        finish(problem, score, problem.E),
         rows(static_cast<int>(f.H / f.G * f.L)),
         query_row(ceil_div(f.D, kLanes) * kLanes),
         output_row(ceil_div(f.E + f.C, kColumns) * kColumns),
@@ -249,6 +251,8 @@ class Decoder {
       }
     if (f.C) add_classes(f.classes + b * f.class_batch + first, first, columns, p, output);
     if (f.value_scales) multiply(w.value_scale, columns, p);
+    if (dropout.on)
+      for (int r = 0; r < rows; ++r) dropout(b, w.row[r], first, columns, p + r * kScoreRow);
     Reals odd{};
     const int end = static_cast<int>(std::min<int64_t>(columns.to, f.S - first));
     for (int c = columns.from; c < end; c += kChunk) {
@@ -329,6 +333,7 @@ class Decoder {
 
   const Forward<Real>& f;
   const Scores score;
+  const Dropout dropout;
   const Finish finish;
   const int rows;
   const int64_t query_row, output_row, parts;

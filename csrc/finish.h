@@ -18,11 +18,11 @@ struct FinishSpace {
 
 class Finish {
  public:
-  Finish(const Forward<Real>& problem, const Scores& of)
-      : f(problem), scores(of), past_caches(goes_past_caches(problem)) {}
+  Finish(const Forward<Real>& problem, const Scores& of, int64_t first_class)
+      : f(problem), scores(of), first_class(first_class), past_caches(goes_past_caches(problem)) {}
 
   // The rows of a block of sequence b, which lie beside each other in (B, H, L). Row r's output, unscaled,
-  // is at output + r * step in panels `panel` numbers apart, the classes' columns after the value's.
+  // is at output + r * step in panels `panel` numbers apart, the classes' columns from `first_class` on.
   void operator()(int64_t b, const Row* row, int rows, const Gathered& g, const Real* output, int64_t step,
                   int64_t panel, FinishSpace& s) const {
     const int64_t at = (b * f.H + row->h) * f.L + row->i;
@@ -43,7 +43,7 @@ class Finish {
     }
     for (int r = 0; f.C && r < rows; ++r)
       for (int64_t c = 0; c < f.C; ++c) {
-        const int64_t column = f.E + c;
+        const int64_t column = first_class + c;
         const Real weight = output[r * step + column / kColumns * panel + column % kColumns];
         f.class_mass[(at + r) * f.C + c] = static_cast<Real>(s.visible[r] == 0 ? 0.0 : weight * s.inverse[r]);
       }
@@ -153,6 +153,7 @@ class Finish {
 
   const Forward<Real>& f;
   const Scores& scores;
+  const int64_t first_class;
   const bool past_caches;
 };
 

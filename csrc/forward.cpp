@@ -13,6 +13,7 @@
 // Bits: a row's arithmetic depends on its own scores and on the place of the block borders, which
 // are multiples of kKeys. Not on threads, batch, other rows, or on being observed.
 #include "decode.h"
+#include "dropout.h"
 #include "pool.h"
 
 namespace multihead {
@@ -41,9 +42,12 @@ class Kernel {
   explicit Kernel(const Forward<Real>& problem)
       : f(problem),
         score(problem),
-        finish(problem, score),
+        dropout(problem),
+        // Weights are dropped for the value alone: then the classes have panels of their own.
+        first_class(dropout.on ? ceil_div(f.E, kColumns) * kColumns : f.E),
+        finish(problem, score, first_class),
         group(f.G ? f.H / f.G : 1),
-        value_panels(ceil_div(f.E + f.C, kColumns)),
+        value_panels(ceil_div(first_class + f.C, kColumns)),
         key_numbers(f.D + value_panels * kColumns),
         padded_keys(ceil_div(f.S, kColumns) * kColumns),
         key_blocks(ceil_div(f.S, kKeys)),
@@ -143,11 +147,11 @@ class Kernel {
     });
   }
 
-  // Column E + c of the value is 1 for the keys of class c.
+  // Column first_class + c of the value is 1 for the keys of class c.
   void pack_classes(const int32_t* classes, int64_t count, int64_t padded, Real* out) const {
     for (int64_t j = 0; j < count; ++j)
       if (const int64_t c = classes[j]; c >= 0 && c < f.C) {
-        const int64_t column = f.E + c;
+        const int64_t column = first_class + c;
         out[column / kColumns * kColumns * padded + j * kColumns + column % kColumns] = 1;
       }
   }
@@ -184,16 +188,25 @@ class Kernel {
         gathered.add<true>(scores, n_rows, row_seen, first);
       else
         gathered.add<false>(scores, n_rows, row_seen, first);
-      for (int64_t e = 0; e < value_panels; ++e) {
-        const Real* const panel = values + e * padded * kColumns;
-        Real* const o = output + e * kRows * kColumns;
-        if (kv.unusual[first / kKeys])
-          value_exactly(n_rows, row_seen, scores, panel, row, first, gathered.rescale, o);
-        else
-          by_tiles(n_rows, [&](auto rows, int r, int n) {
-            value_tiles<rows.count, kScoreRow>(scores + r * kScoreRow, panel, tile_seen + r / kTileRows, n,
-                                               gathered.rescale + r, o + r * kColumns);
-          });
+      const auto multiply_panels = [&](int64_t from, int64_t to) {
+        for (int64_t e = from; e < to; ++e) {
+          const Real* const panel = values + e * padded * kColumns;
+          Real* const o = output + e * kRows * kColumns;
+          if (kv.unusual[first / kKeys])
+            value_exactly(n_rows, row_seen, scores, panel, row, first, gathered.rescale, o);
+          else
+            by_tiles(n_rows, [&](auto rows, int r, int n) {
+              value_tiles<rows.count, kScoreRow>(scores + r * kScoreRow, panel, tile_seen + r / kTileRows, n,
+                                                 gathered.rescale + r, o + r * kColumns);
+            });
+        }
+      };
+      if (dropout.on) {
+        multiply_panels(first_class / kColumns, value_panels);
+        for (int r = 0; r < n_rows; ++r) dropout(b, row[r], first, row_seen[r], scores + r * kScoreRow);
+        multiply_panels(0, first_class / kColumns);
+      } else {
+        multiply_panels(0, value_panels);
       }
     }
     finish(b, row, n_rows, gathered, output, kColumns, kRows * kColumns, blocks[thread].finish);
@@ -217,6 +230,8 @@ class Kernel {
 
   const Forward<Real>& f;
   const Scores score;
+  const Dropout dropout;
+  const int64_t first_class;  // its column among those of the value
   const Finish finish;
   const int64_t group, value_panels, key_numbers, padded_keys, key_blocks, heads_together, stream_rows,
       row_blocks;

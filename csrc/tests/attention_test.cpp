@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "philox.h"
+
 namespace {
 
 using multihead::Forward;
@@ -19,7 +21,7 @@ using multihead::Forward;
 struct Case {
   int64_t B, H, G, L, S, D, E;
   bool causal, masked, biased, sloped, observed;
-  double softcap;
+  double softcap, dropout;
 };
 
 template <typename Real>
@@ -56,6 +58,7 @@ double error_of(const Case& c, int threads, unsigned seed) {
   f.output = place(out, c.H, c.L, c.E);
   f.causal = c.causal, f.query_start = c.S - c.L;
   f.scale = 0.3, f.softcap = c.softcap, f.threads = threads;
+  set_dropout(c.dropout, f);
   if (c.masked) f.mask = {mask.data(), 0, 0, c.S, 1};
   if (c.biased) f.bias = {bias.data(), 0, c.L * c.S, c.S, 1};
   if (c.sloped) f.slopes = slopes.data(), f.positions = positions.data();
@@ -92,7 +95,8 @@ double error_of(const Case& c, int threads, unsigned seed) {
           double sum = 0;
           for (int64_t j = 0; j < c.S; ++j)
             if (s[j] > -INFINITY)
-              sum += std::exp(s[j] - top) / total * v[((b * c.G + g) * c.S + j) * c.E + e];
+              sum += std::exp(s[j] - top) / total * kept_factor(c.dropout, kDropoutKey, b, h, i, j) *
+                     v[((b * c.G + g) * c.S + j) * c.E + e];
           worst = std::max(worst, std::abs(sum - out[row * c.E + e]));
         }
         if (top == -INFINITY) {
@@ -129,12 +133,15 @@ Case draw(std::mt19937& random) {
 }  // namespace
 
 int main() {
+  expect(philox_gives_its_published_answers(), "Philox", "of this test");
   std::istringstream names(multihead::levels());
   for (std::string name; names >> name;) {
     expect(multihead::set_level(name.c_str()), "set_level", name);
     std::mt19937 random(7);
     for (unsigned n = 0; n < 40; ++n) {
-      const Case c = draw(random);
+      Case c = draw(random);
+      constexpr double shares[] = {0, 0.125, 0, 0.5, 1};
+      c.dropout = shares[n % 5];
       const double error = error_of<float>(c, 1 + n % 4, n), wide = error_of<double>(c, 1 + n % 4, n);
       std::ostringstream where;
       where << name << " case " << n << ": error " << error << ", of double " << wide;
@@ -142,7 +149,7 @@ int main() {
     }
     std::vector<std::thread> callers;
     std::vector<double> errors(4);
-    const Case c{2, 6, 2, 145, 300, 33, 40, true, true, false, false, true, 0};
+    const Case c{2, 6, 2, 145, 300, 33, 40, true, true, false, false, true, 0, 0.5};
     for (unsigned t = 0; t < 4; ++t) callers.emplace_back([&, t] { errors[t] = error_of<float>(c, 3, t); });
     for (auto& caller : callers) caller.join();
     for (double error : errors) expect(error < 1e-5, "callers at once", name);

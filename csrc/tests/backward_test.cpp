@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "philox.h"
 
 namespace {
 
@@ -19,7 +20,7 @@ using multihead::Forward;
 struct Case {
   int64_t B, H, G, L, S, D, E;
   bool causal, masked, biased, sloped, observed, sunk;
-  double softcap;
+  double softcap, dropout;
 };
 
 template <typename Real>
@@ -82,6 +83,7 @@ struct Run {
     f.value = place(in.value, c.G, c.S, c.E);
     f.causal = c.causal, f.query_start = c.S - c.L;
     f.scale = 0.3, f.softcap = c.softcap, f.threads = threads;
+    set_dropout(c.dropout, f);
     if (c.masked) f.mask = {mask.data(), 0, 0, c.S, 1};
     if (c.biased) f.bias = {in.bias.data(), 0, c.L * c.S, c.S, 1};
     if (c.sloped) f.slopes = in.slopes.data(), f.positions = positions.data();
@@ -153,11 +155,12 @@ struct Run {
     double inner = 0;  // sum of the weights' gradients by their weights, the sink's gradient 0 among them
     for (int64_t j = 0; j < c.S; ++j) {
       if (s[j] == -INFINITY) continue;
+      const double kept = kept_factor(c.dropout, kDropoutKey, b, h, i, j);
       const double used = std::exp(s[j] - own) * (1 - taken);
       for (int64_t e = 0; e < c.E; ++e) {
         const int64_t cell = ((b * c.G + g) * c.S + j) * c.E + e;
-        change[j] += double(d_output[n * c.E + e]) * in.value[cell];
-        d.value[cell] += used * d_output[n * c.E + e];
+        change[j] += kept * d_output[n * c.E + e] * in.value[cell];
+        d.value[cell] += kept * used * d_output[n * c.E + e];
       }
       inner += used * change[j];
     }
@@ -227,19 +230,22 @@ Case draw(std::mt19937& random) {
 }  // namespace
 
 int main() {
+  expect(philox_gives_its_published_answers(), "Philox", "of this test");
   std::istringstream names(multihead::levels());
   for (std::string name; names >> name;) {
     expect(multihead::set_level(name.c_str()), "set_level", name);
     std::mt19937 random(11);
     for (unsigned n = 0; n < 40; ++n) {
-      const Case c = draw(random);
+      Case c = draw(random);
+      constexpr double shares[] = {0, 0.125, 0, 0.5, 1};
+      c.dropout = shares[n % 5];
       const double error = error_of<float>(c, 1 + n % 4, n), wide = error_of<double>(c, 1 + n % 4, n);
       std::ostringstream where;
       where << name << " case " << n << ": error " << error << ", of double " << wide;
       expect(error < 1e-5 && wide < 1e-13, "definition", where.str());
     }
     // Blocks of keys that wait for each other, whoever else works.
-    const Case c{1, 3, 1, 97, 800, 16, 8, true, true, true, true, true, true, 0};
+    const Case c{1, 3, 1, 97, 800, 16, 8, true, true, true, true, true, true, 0, 0.5};
     Run<float> alone(c, 3);
     expect(alone.run(1), "runs", name);
     std::vector<std::thread> callers;

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import multihead as mh
-from multihead.core import dropout
+from multihead.core import dropout, native
 
 # Random123's known answers (kat_vectors, philox4x32 10): counter, key, result.
 ANSWERS = [
@@ -18,6 +18,13 @@ ANSWERS = [
         (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
     ),
 ]
+
+
+@pytest.fixture(params=["reference", "tiled", "native"])
+def impl(request):
+    if request.param == "native" and native.core is None:
+        pytest.skip("the compiled core is not built")
+    return request.param
 
 
 @pytest.mark.parametrize("counter, key, expected", ANSWERS)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import multihead as mh
-from multihead.core import functional, native
+from multihead.core import dropout, functional, native
 from tests.core.test_native import big_forms
 
 pytestmark = [
@@ -53,6 +53,10 @@ def eager(lab, query, key, value, options, classes, seen=None):
         with_sink = F.softmax(torch.cat([s, sink], -1), -1)
         used, found["sink_mass"] = with_sink[..., :-1], with_sink[..., -1]
         found["lse"] = torch.cat([s, sink], -1).logsumexp(-1)
+    if "dropout_p" in options:
+        p = options["dropout_p"]
+        kept = dropout.keep(options["dropout_seed"], p, *(torch.arange(n) for n in used.shape))
+        used = used * kept / (1 - p) if p < 1 else used * 0
     found["output"] = used @ v
     return found, some
 

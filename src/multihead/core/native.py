@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import tiled
+from . import dropout, tiled
 from .cells import distance_sides, second_pass_shapes
 from .problem import Problem
 from .statistics import ROW_STATISTICS, Observation, Statistics, finish
@@ -47,8 +47,6 @@ def can_use(problem: Problem, statistics: Statistics | None) -> str | None:
             return "key and value do not have the same pages"
         if key.data.dtype is not value.data.dtype:
             return f"key pages are {key.data.dtype} and value pages {value.data.dtype}"
-    if p.dropout_p:
-        return "dropout is not in the compiled core yet"
     return None
 
 
@@ -300,10 +298,19 @@ class _Written:
             (_address(self.slopes), _address(self.positions)),
             p.scale,
             p.softcap or 0.0,
+            *_dropout(p),
             tuple(map(_address, self.pages)),
             0 if table is None else table.shape[1],
             page,
         )
+
+
+def _dropout(p: Problem) -> tuple[float, int, tuple[int, int]]:
+    """What a kept weight is multiplied by, 0 without dropout; below which word one is dropped; the key of two words."""
+    if not p.dropout_p:
+        return 0.0, 0, (0, 0)
+    assert p.dropout_seed is not None
+    return dropout.factor(p.dropout_p), dropout.threshold(p.dropout_p), dropout.key(int(p.dropout_seed))
 
 
 def _classes(statistics: Statistics) -> Tensor | None:

@@ -46,7 +46,8 @@ def forward(problem: Problem, statistics: Statistics | None = None) -> Observati
         sink_mass = torch.where(any_key, torch.sigmoid(-above), 1)
         output_weights = weights * torch.sigmoid(above)[..., None]
     if p.dropout_p > 0:
-        output_weights = _dropped(p, output_weights)
+        index = (torch.arange(n, device=weights.device) for n in weights.shape)
+        output_weights = output_weights * dropout.factors(p, weights.dtype, *index)
     output = _weighted_sum(output_weights, _repeat(p.value, p), visible)
     output = torch.where(any_key[..., None], output, 0).to(p.query.dtype)
     if statistics is None:
@@ -117,13 +118,6 @@ def _weighted_sum(weights: Tensor, value: Tensor, visible: Tensor) -> Tensor:
     if is_finite(value):
         return torch.einsum("bhls,bhse->bhle", weights, value)
     return (weights[..., None] * torch.where(visible[..., None], value[:, :, None], 0)).sum(-2)
-
-
-def _dropped(p: Problem, weights: Tensor) -> Tensor:
-    assert p.dropout_seed is not None
-    index = [torch.arange(n, device=weights.device) for n in weights.shape]
-    kept = dropout.keep(p.dropout_seed, p.dropout_p, *index)
-    return torch.where(kept, weights / (1 - p.dropout_p) if p.dropout_p < 1 else weights, 0)
 
 
 def _over_rows(p: Problem, statistics: Statistics, weights: Tensor, visible: Tensor) -> dict[str, Tensor]:

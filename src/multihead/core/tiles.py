@@ -167,8 +167,6 @@ def kept(problem: Problem, batch: slice, tile: Tile, dtype: torch.dtype) -> Tens
     p = problem
     if p.dropout_p == 0:
         return None
-    assert p.dropout_seed is not None
     device = p.query.device
     index = (torch.arange(s.start, s.stop, device=device) for s in (batch, slice(0, p.H), tile.rows, tile.keys))
-    keep = dropout.keep(p.dropout_seed, p.dropout_p, *index).to(dtype)
-    return by_group(keep / (1 - p.dropout_p) if p.dropout_p < 1 else keep, p)
+    return by_group(dropout.factors(p, dtype, *index), p)

@@ -265,10 +265,8 @@ def _weights(problem: Problem, lse: Tensor) -> Tensor:
     p = problem
     weights = _Weights.apply(p.query, p.key, p.bias, lse, p)
     if p.dropout_p:
-        assert p.dropout_seed is not None
-        index = [torch.arange(n, device=lse.device) for n in (p.B, p.H, p.L, p.S)]
-        kept = dropout.keep(int(p.dropout_seed), p.dropout_p, *index)
-        weights = torch.where(kept, weights / (1 - p.dropout_p) if p.dropout_p < 1 else weights, 0)
+        index = (torch.arange(n, device=lse.device) for n in weights.shape)
+        weights = weights * dropout.factors(p, weights.dtype, *index)
     return weights.to(p.query.dtype)
 
 
