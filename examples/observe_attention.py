@@ -31,8 +31,8 @@ def main() -> None:
 
     print("\nA window of 128 keys:")
     print(mh.explain(query, key, value, causal=True, window=(127, 0)))
-    print("\nWith dropout, which the compiled core does not have yet:")
-    print(mh.explain(query, key, value, causal=True, dropout_p=0.1))
+    print("\nOver tiles in plain PyTorch, as on other devices than the CPU:")
+    print(mh.explain(query, key, value, causal=True, impl="tiled"))
 
 
 if __name__ == "__main__":
