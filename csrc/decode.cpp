@@ -1,19 +1,15 @@
 // Attention of few queries over many keys, as when a model writes: bound by reading the keys and values.
 //
 // Nothing is packed. A key or value is read once, where it lies, for all the query rows of its head's group.
-// The keys are cut into parts of fixed size, spread over the threads; the sums of a sequence's parts are
-// joined from left to right, so that the bits depend on neither the threads nor the batch.
-#include <atomic>
-
 #include "decode.h"
 #include "dropout.h"
+#include "parts.h"
 #include "pool.h"
 
 namespace multihead {
 namespace MH_BUILD {
 namespace {
 
-constexpr int64_t kPart = 4 * kKeys;  // keys of a part
 constexpr int kFewQueries = 8;
 constexpr int kFew = 16;    // query rows that share a key, at most
 constexpr int kChunk = 32;  // keys, or values, that stay in the L1 cache for all rows
@@ -93,7 +89,7 @@ class Decoder {
         rows(static_cast<int>(f.H / f.G * f.L)),
         query_row(ceil_div(f.D, kLanes) * kLanes),
         output_row(ceil_div(f.E + f.C, kColumns) * kColumns),
-        parts(std::max<int64_t>(1, ceil_div(f.S, kPart))) {}
+        parts(f.S, rows, {output_row, kColumns, output_row / kColumns}) {}
 
   bool run() {
     const int64_t kv_heads = f.B * f.G;
@@ -102,23 +98,18 @@ class Decoder {
     const int threads = work < kSerialWork ? 1 : std::max(1, f.threads);
     workers = allocate<Worker>(threads);
     floats = allocate<Real>(threads * worker_numbers());
-    sums = allocate<Sums>(kv_heads * parts * rows);
-    outputs = allocate<Real>(kv_heads * parts * rows * output_row);
-    left = allocate<std::atomic<int64_t>>(kv_heads);
-    for (int64_t kv = 0; kv < kv_heads; ++kv) new (&left[kv]) std::atomic<int64_t>(parts);
-    return for_each(kv_heads * parts, threads, f.interrupted, [&](int64_t item, int thread) {
-      const int64_t kv = item / parts;
-      with_cached(f, [&](const auto* type) { attend(type, kv, item % parts, thread); });
-      if (left[kv].fetch_sub(1, std::memory_order_acq_rel) == 1) join(kv, thread);
+    parts.prepare(kv_heads);
+    return for_each(kv_heads * parts.count, threads, f.interrupted, [&](int64_t item, int thread) {
+      const int64_t kv = item / parts.count, part = item % parts.count;
+      with_cached(f, [&](const auto* type) { attend(type, kv, part, thread); });
+      Worker& w = workers[thread];
+      if (!parts.leave(kv, part, w.gathered, w.row)) return;
+      const Real* const output = parts.join(kv, score.hides, w.row, w.gathered);
+      finish(kv / f.G, w.row, rows, w.gathered, output, output_row, kColumns, w.finish);
     });
   }
 
  private:
-  struct Sums {
-    Gathered::OfRow gathered;
-    int64_t visible;
-  };
-
   struct Worker {
     Row row[kFew];
     Gathered gathered;
@@ -143,14 +134,14 @@ class Decoder {
     Real* const scores = query + rows * query_row;
     Real* const before = scores + rows * kScoreRow;
     T* const copies = reinterpret_cast<T*>(before + rows * output_row);
-    Real* const output = outputs.get() + (kv * parts + part) * rows * output_row;
+    Real* const output = parts.output(kv, part);
     const int64_t b = kv / f.G, g = kv % f.G;
 
     set_rows(kv, w.row);
     Span seen{f.S, 0};
     for (int r = 0; r < rows; ++r)
       if (w.row[r].span.begin < w.row[r].span.end) seen = hull(seen, w.row[r].span);
-    seen = {std::max(seen.begin, part * kPart), std::min(seen.end, (part + 1) * kPart)};
+    seen = Parts::within(seen, part);
     w.gathered.clear();
     std::fill_n(output, rows * output_row, Real(0));
     if (seen.begin < seen.end) {
@@ -183,8 +174,6 @@ class Decoder {
         first = next, columns = next_columns;
       }
     }
-    Sums* const out = sums.get() + (kv * parts + part) * rows;
-    for (int r = 0; r < rows; ++r) out[r] = {w.gathered.row(r), w.row[r].visible};
   }
 
   // The columns of a block that a part sees: whole panels. A key beyond the last that is there stands for
@@ -307,40 +296,15 @@ class Decoder {
         for (int r = 0; r < rows; ++r) output[r * output_row + f.E + classes[c]] += p[r * kScoreRow + c];
   }
 
-  // Joins the parts of a head, from left to right, and writes what its rows give.
-  void join(int64_t kv, int thread) {
-    Worker& w = workers[thread];
-    set_rows(kv, w.row);
-    Real* const output = outputs.get() + kv * parts * rows * output_row;
-    for (int r = 0; r < rows; ++r) {
-      Row& row = w.row[r];
-      const Sums* const of = sums.get() + kv * parts * rows + r;
-      w.gathered.set_row(r, of->gathered);
-      if (score.hides) row.visible = of->visible;
-      for (int64_t part = 1; part < parts; ++part) {
-        const Sums& next = of[part * rows];
-        if (score.hides) row.visible += next.visible;
-        if (next.gathered.empty()) continue;
-        const auto [mine, other] = w.gathered.join(r, next.gathered);
-        Real* const o = output + r * output_row;
-        const Real* const from = o + part * rows * output_row;
-        for (int64_t e = 0; e < output_row; e += kLanes)
-          store(o + e, load(o + e) * mine + load(from + e) * other);
-      }
-    }
-    finish(kv / f.G, w.row, rows, w.gathered, output, output_row, kColumns, w.finish);
-  }
-
   const Forward<Real>& f;
   const Scores score;
   const Dropout dropout;
   const Finish finish;
   const int rows;
-  const int64_t query_row, output_row, parts;
+  const int64_t query_row, output_row;
+  Parts parts;
   Buffer<Worker> workers;
-  Buffer<Real> floats, outputs;
-  Buffer<Sums> sums;
-  Buffer<std::atomic<int64_t>> left;
+  Buffer<Real> floats;
 };
 
 }  // namespace

@@ -14,6 +14,7 @@
 // are multiples of kKeys. Not on threads, batch, other rows, or on being observed.
 #include "decode.h"
 #include "dropout.h"
+#include "parts.h"
 #include "pool.h"
 
 namespace multihead {
@@ -54,7 +55,8 @@ class Kernel {
         // Few queries: the rows of all heads that share keys go together.
         heads_together(f.L < 2 * kRows ? group : 1),
         stream_rows(heads_together * f.L),
-        row_blocks(ceil_div(stream_rows, kRows)) {}
+        row_blocks(ceil_div(stream_rows, kRows)),
+        parts(f.S, stream_rows, {kColumns, stream_rows * kColumns, value_panels}) {}
 
   bool run() {
     const int64_t outputs = f.B * f.H * f.L;
@@ -64,6 +66,14 @@ class Kernel {
     prepare(threads);
     const int64_t kv_heads = f.B * f.G;
     const int64_t streams = f.B * (f.H / heads_together);
+    // One block of rows over many keys: those that a thread packs are used once, at once.
+    if (row_blocks == 1 && parts.count > 1) {
+      packed = allocate<Real>(threads * kKeys * key_numbers);
+      parts.prepare(streams);
+      return for_each(streams * parts.count, threads, f.interrupted, [&](int64_t item, int thread) {
+        attend_part(item / parts.count, item % parts.count, thread);
+      });
+    }
     // Small keys and values: a thread packs a head and uses it at once, from its own cache.
     if (padded_keys * key_numbers * int64_t{sizeof(Real)} <= kFusedBytes && kv_heads >= 2 * threads) {
       packed = allocate<Real>(threads * padded_keys * key_numbers);
@@ -105,26 +115,30 @@ class Kernel {
   }
 
   void pack(int64_t kv, int64_t block, const Packed& to, int thread) const {
+    to.unusual[block] = pack_block(kv, block * kKeys, to.numbers + block * kKeys * key_numbers, thread);
+  }
+
+  // Answers whether some value is not finite.
+  bool pack_block(int64_t kv, int64_t first, Real* keys, int thread) const {
     const int64_t b = kv / f.G, g = kv % f.G;
-    const int64_t first = block * kKeys;
     const int64_t count = std::min<int64_t>(kKeys, f.S - first);
     const int64_t padded = ceil_div(count, kColumns) * kColumns;
-    Real* const keys = to.numbers + first * key_numbers;
     Real* const values = keys + padded * f.D;
+    bool unusual = false;
     if (f.pages) {  // plain rows first
       Real* const rows = plain.get() + thread * kKeys * std::max(f.D, f.E);
       gather(f.key, f.key_scales, kv, first, count, f.D, rows);
       pack_turned(Matrix<Real>{rows, f.D, 1}, count, f.D, keys);
       gather(f.value, f.value_scales, kv, first, count, f.E, rows);
-      to.unusual[block] = pack_columns(Matrix<Real>{rows, f.E, 1}, count, f.E, padded, value_panels, values);
+      unusual = pack_columns(Matrix<Real>{rows, f.E, 1}, count, f.E, padded, value_panels, values);
     } else {
       with_stored(f.stored, [&](const auto* type) {
         pack_turned(head_of(type, f.key, b, g, first), count, f.D, keys);
-        to.unusual[block] =
-            pack_columns(head_of(type, f.value, b, g, first), count, f.E, padded, value_panels, values);
+        unusual = pack_columns(head_of(type, f.value, b, g, first), count, f.E, padded, value_panels, values);
       });
     }
     if (f.C) pack_classes(f.classes + b * f.class_batch + first, count, padded, values);
+    return unusual;
   }
 
   // Rows of a cache in pages, as the core computes with them. What no row of the sequence sees is 0, and not
@@ -156,60 +170,95 @@ class Kernel {
       }
   }
 
-  void attend(int64_t stream, int64_t block, const Packed& kv, int thread) {
-    Real* const query = scratch.get() + thread * scratch_numbers;
-    Real* const scores = query + query_numbers;
-    Real* const output = scores + kRows * kScoreRow;
-    Row* const row = blocks[thread].row;
-    Gathered& gathered = blocks[thread].gathered;
+  // A block of rows that a thread has begun with: their sequence, how many they are, the keys that they see.
+  struct Begun {
+    int64_t b;
+    int rows;
+    Span seen;
+  };
 
-    const int64_t streams = f.H / heads_together;
-    const int64_t b = stream / streams, first_head = stream % streams * heads_together;
-    const int64_t first_row = block * kRows;
-    const int n_rows = static_cast<int>(std::min<int64_t>(kRows, stream_rows - first_row));
-    Span some{f.S, 0};
-    for (int64_t r = 0, h = first_head + first_row / f.L, i = first_row % f.L; r < n_rows; ++r) {
-      score.set_row(row[r], b, h, i);
-      if (row[r].span.begin < row[r].span.end) some = hull(some, row[r].span);
+  Real* query_of(int thread) const { return scratch.get() + thread * scratch_numbers; }
+  Real* scores_of(int thread) const { return query_of(thread) + query_numbers; }
+
+  void attend(int64_t stream, int64_t block, const Packed& kv, int thread) {
+    Real* const output = scores_of(thread) + kRows * kScoreRow;
+    const Begun of = begin(stream, block, thread);
+    std::fill_n(output, kRows * value_panels * kColumns, Real(0));
+    for (int64_t first = of.seen.begin / kKeys * kKeys; first < of.seen.end; first += kKeys)
+      add_keys(of, first, kv.numbers + first * key_numbers, kv.unusual[first / kKeys], output,
+               kRows * kColumns, thread);
+    finish(of.b, blocks[thread].row, of.rows, blocks[thread].gathered, output, kColumns, kRows * kColumns,
+           blocks[thread].finish);
+  }
+
+  // The only block of a stream against a part of its keys. The last part finishes.
+  void attend_part(int64_t stream, int64_t part, int thread) {
+    Real* const output = parts.output(stream, part);
+    Real* const keys = packed.get() + thread * kKeys * key_numbers;
+    Block& block = blocks[thread];
+    const Begun of = begin(stream, 0, thread);
+    const Span seen = Parts::within(of.seen, part);
+    std::fill_n(output, parts.numbers(), Real(0));
+    for (int64_t first = seen.begin / kKeys * kKeys; first < seen.end; first += kKeys) {
+      const bool unusual = pack_block(stream * heads_together / group, first, keys, thread);
+      add_keys(of, first, keys, unusual, output, parts.layout.panel, thread);
+    }
+    if (!parts.leave(stream, part, block.gathered, block.row)) return;
+    const Real* const all = parts.join(stream, score.hides, block.row, block.gathered);
+    finish(of.b, block.row, of.rows, block.gathered, all, kColumns, parts.layout.panel, block.finish);
+  }
+
+  Begun begin(int64_t stream, int64_t block, int thread) {
+    Row* const row = blocks[thread].row;
+    const int64_t streams = f.H / heads_together, first_row = block * kRows;
+    const int64_t first_head = stream % streams * heads_together;
+    Begun of{stream / streams, static_cast<int>(std::min<int64_t>(kRows, stream_rows - first_row)), {f.S, 0}};
+    for (int64_t r = 0, h = first_head + first_row / f.L, i = first_row % f.L; r < of.rows; ++r) {
+      score.set_row(row[r], of.b, h, i);
+      if (row[r].span.begin < row[r].span.end) of.seen = hull(of.seen, row[r].span);
       if (++i == f.L) ++h, i = 0;
     }
-    score.pack_queries(b, row, n_rows, query);
-    gathered.clear();
-    std::fill_n(output, kRows * value_panels * kColumns, Real(0));
+    score.pack_queries(of.b, row, of.rows, query_of(thread));
+    blocks[thread].gathered.clear();
+    return of;
+  }
 
-    for (int64_t first = some.begin / kKeys * kKeys; first < some.end; first += kKeys) {
-      const int64_t padded = std::min<int64_t>(kKeys, padded_keys - first);
-      const Real* const keys = kv.numbers + first * key_numbers;
-      const Real* const values = keys + padded * f.D;
-      Columns tile_seen[kTiles], row_seen[kRows];
-      score.of_block(query, keys, n_rows, first, padded, row, tile_seen, scores);
-      for (int r = 0; r < n_rows; ++r) row_seen[r] = tile_seen[r / kTileRows];
-      if (f.observe)
-        gathered.add<true>(scores, n_rows, row_seen, first);
-      else
-        gathered.add<false>(scores, n_rows, row_seen, first);
-      const auto multiply_panels = [&](int64_t from, int64_t to) {
-        for (int64_t e = from; e < to; ++e) {
-          const Real* const panel = values + e * padded * kColumns;
-          Real* const o = output + e * kRows * kColumns;
-          if (kv.unusual[first / kKeys])
-            value_exactly(n_rows, row_seen, scores, panel, row, first, gathered.rescale, o);
-          else
-            by_tiles(n_rows, [&](auto rows, int r, int n) {
-              value_tiles<rows.count, kScoreRow>(scores + r * kScoreRow, panel, tile_seen + r / kTileRows, n,
-                                                 gathered.rescale + r, o + r * kColumns);
-            });
-        }
-      };
-      if (dropout.on) {
-        multiply_panels(first_class / kColumns, value_panels);
-        for (int r = 0; r < n_rows; ++r) dropout(b, row[r], first, row_seen[r], scores + r * kScoreRow);
-        multiply_panels(0, first_class / kColumns);
-      } else {
-        multiply_panels(0, value_panels);
+  // Adds a block of packed keys and values to what the rows have gathered and to their output, in panels
+  // `panel` numbers apart.
+  void add_keys(const Begun& of, int64_t first, const Real* keys, bool unusual, Real* output, int64_t panel,
+                int thread) {
+    Real* const scores = scores_of(thread);
+    Row* const row = blocks[thread].row;
+    Gathered& gathered = blocks[thread].gathered;
+    const int64_t padded = std::min<int64_t>(kKeys, padded_keys - first);
+    const Real* const values = keys + padded * f.D;
+    Columns tile_seen[kTiles], row_seen[kRows];
+    score.of_block(query_of(thread), keys, of.rows, first, padded, row, tile_seen, scores);
+    for (int r = 0; r < of.rows; ++r) row_seen[r] = tile_seen[r / kTileRows];
+    if (f.observe)
+      gathered.add<true>(scores, of.rows, row_seen, first);
+    else
+      gathered.add<false>(scores, of.rows, row_seen, first);
+    const auto multiply_panels = [&](int64_t from, int64_t to) {
+      for (int64_t e = from; e < to; ++e) {
+        const Real* const value = values + e * padded * kColumns;
+        Real* const o = output + e * panel;
+        if (unusual)
+          value_exactly(of.rows, row_seen, scores, value, row, first, gathered.rescale, o);
+        else
+          by_tiles(of.rows, [&](auto rows, int r, int n) {
+            value_tiles<rows.count, kScoreRow>(scores + r * kScoreRow, value, tile_seen + r / kTileRows, n,
+                                               gathered.rescale + r, o + r * kColumns);
+          });
       }
+    };
+    if (dropout.on) {
+      multiply_panels(first_class / kColumns, value_panels);
+      for (int r = 0; r < of.rows; ++r) dropout(of.b, row[r], first, row_seen[r], scores + r * kScoreRow);
+      multiply_panels(0, first_class / kColumns);
+    } else {
+      multiply_panels(0, value_panels);
     }
-    finish(b, row, n_rows, gathered, output, kColumns, kRows * kColumns, blocks[thread].finish);
   }
 
   // value_tiles for a block with values that are not finite: only visible keys are multiplied.
@@ -235,6 +284,7 @@ class Kernel {
   const Finish finish;
   const int64_t group, value_panels, key_numbers, padded_keys, key_blocks, heads_together, stream_rows,
       row_blocks;
+  Parts parts;
   int64_t query_numbers = 0, scratch_numbers = 0;
   Buffer<Real> scratch, packed, plain;
   Buffer<uint8_t> unusual;

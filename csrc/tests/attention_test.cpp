@@ -122,7 +122,7 @@ Case draw(std::mt19937& random) {
   const auto pick = [&](std::initializer_list<int64_t> from) { return from.begin()[random() % from.size()]; };
   Case c{};
   c.B = pick({1, 2}), c.G = pick({1, 2}), c.H = c.G * pick({1, 3});
-  c.L = pick({1, 5, 7, 31, 145, 289}), c.S = pick({1, 3, 17, 64, 257, 300});
+  c.L = pick({1, 5, 7, 31, 145, 289}), c.S = pick({1, 3, 17, 64, 257, 300, 1100});
   c.D = pick({1, 3, 8, 33, 64}), c.E = pick({1, 5, 16, 40});
   c.causal = random() % 2, c.masked = random() % 2, c.biased = random() % 3 == 0,
   c.sloped = random() % 3 == 0;

@@ -52,7 +52,8 @@ def forms(L):
 ASKED = mh.Statistics(classes=[0, 1, -1] * 770 + [1], offsets=(-1,))
 
 
-@pytest.mark.parametrize("L", [1, 5])
+# 3, 15 and 120 rows a key: few are multiplied where the keys lie, many once these are packed.
+@pytest.mark.parametrize("L", [1, 5, 40])
 @pytest.mark.parametrize("form", forms(1))
 def test_is_the_definition(form, L):
     tensors = inputs(L)
@@ -90,8 +91,9 @@ def test_numbers_of_heads_and_widths(h, g, d, e):
     torch.testing.assert_close(mh.attention(*tensors, impl="native").double(), expected, rtol=0, atol=2e-6)
 
 
-def test_same_bits_for_threads_batch_and_room_to_the_right():
-    query, key, value = inputs(2)
+@pytest.mark.parametrize("L", [2, 40])
+def test_same_bits_for_threads_batch_and_room_to_the_right(L):
+    query, key, value = inputs(L)
     whole = mh.observe(query, key, value, key_lengths=[S, 1500], impl="native")
     threads = torch.get_num_threads()
     try:
@@ -108,8 +110,9 @@ def test_same_bits_for_threads_batch_and_room_to_the_right():
     assert torch.equal(mh.attention(query, key, value, key_lengths=[S, 1500], impl="native"), whole.output)
 
 
-def test_what_is_not_seen_is_not_met():
-    query, key, value = inputs(1)
+@pytest.mark.parametrize("L", [1, 40])
+def test_what_is_not_seen_is_not_met(L):
+    query, key, value = inputs(L)
     lengths = [S - 5, 1033]
     expected = mh.observe(query, key, value, key_lengths=lengths, impl="native")
     for wrong in (NAN, INF, -INF, 3e38):
@@ -130,8 +133,9 @@ def test_what_is_not_seen_is_not_met():
     assert (mh.attention(query, key, value, impl="native") == INF).all()
 
 
-def test_a_nan_score_is_the_largest_as_pytorch_has_it():
-    query, key, value = inputs(1)
+@pytest.mark.parametrize("L", [1, 40])
+def test_a_nan_score_is_the_largest_as_pytorch_has_it(L):
+    query, key, value = inputs(L)
     key[:, :, 2000] = NAN
     found = mh.observe(query, key, value, impl="native")
     assert found.output.isnan().all() and (found.argmax == 2000).all() and found.max_logit.isnan().all()
