@@ -76,6 +76,31 @@ def test_visible_nan_or_inf_of_a_value_shows(lab, impl):
     assert found[:, :, :3].isfinite().all()
 
 
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("name", HIDING)
+def test_a_poisoned_query_reaches_nothing_of_the_keys_that_it_does_not_see(lab, impl, name, poison):
+    form = lab.forms[name]
+    query, key, value = lab.tensors()
+    group = query.shape[1] // key.shape[1]
+    i = 3
+    seen = lab.visible_cells(query, key, form)[:, :, i]  # (B, H, S)
+    blind = ~seen.unflatten(1, (-1, group)).any(2)  # keys (B, G, S) that row i of no head of the group sees
+    gradients, received = [], []
+    for dirty in (False, True):
+        inputs = [x.clone() for x in (query, key, value)]
+        if dirty:
+            inputs[0][:, :, i, 1] = poison
+        inputs = [x.requires_grad_() for x in inputs]
+        asked = mh.Statistics("entropy", "received")
+        found = mh.observe(*inputs, statistics=asked, impl=impl, **form)
+        gradients.append(torch.autograd.grad(found.output.nan_to_num().sin().sum(), inputs))
+        received.append(found.received)
+    assert blind.any()
+    for which in (1, 2):
+        lab.assert_same(gradients[1][which][blind], gradients[0][which][blind], 1e-12)
+    lab.assert_same(received[1][~seen], received[0][~seen], 1e-12)
+
+
 def test_product_is_the_sum_of_its_visible_terms():
     random = torch.Generator().manual_seed(0)
 

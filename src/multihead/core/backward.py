@@ -87,6 +87,8 @@ class _RowGradients:
             cells, capped = scores(p, queries, rows, tile.keys, tile.visible)
             log_weights = cells - self._row("top", rows)
             weights = log_weights.exp() * self._row("inverse", rows)
+            if tile.visible is not None:
+                weights = weights.masked_fill(~tile.visible, 0)  # also where the row's top is NaN
             visible = None if tile.visible is None else tile.visible.expand(cells.shape).flatten(2, 3)
             factor = kept(whole, batch, tile, queries.dtype)
             if upstream is not None:

@@ -20,6 +20,7 @@ from .statistics import Observation, Statistics
 
 Window = tuple[int | None, int | None]
 _OPEN: Window = (None, None)
+_EVERY_ROW = Statistics()
 
 
 def attention(

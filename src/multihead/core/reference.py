@@ -35,7 +35,7 @@ def forward(problem: Problem, statistics: Statistics | None = None) -> Observati
     relative = scores - torch.where(any_key, top, 0).detach()[..., None]
     powers = torch.where(visible, relative, -_INF).exp()
     total = torch.where(any_key, powers.sum(-1), 1)
-    weights = powers / total[..., None]
+    weights = torch.where(visible, powers / total[..., None], 0)  # also where the total is NaN
     lse = torch.where(any_key, top.detach() + total.log(), -_INF)
 
     output_weights = weights
@@ -44,7 +44,7 @@ def forward(problem: Problem, statistics: Statistics | None = None) -> Observati
         sink = p.sinks.to(scores.dtype)[:, None]
         above = torch.where(any_key, lse, 0) - sink
         sink_mass = torch.where(any_key, torch.sigmoid(-above), 1)
-        output_weights = weights * torch.sigmoid(above)[..., None]
+        output_weights = torch.where(visible, weights * torch.sigmoid(above)[..., None], 0)
     if p.dropout_p > 0:
         index = (torch.arange(n, device=weights.device) for n in weights.shape)
         output_weights = output_weights * dropout.factors(p, weights.dtype, *index)
