@@ -252,6 +252,45 @@ def params_command(
     _show(layer_table(rows), [])
 
 
+@app.command("export-c", epilog="Exit codes: 0 done, 2 input that cannot be used (one line says why), 130 Ctrl-C.")
+def export_c_command(
+    layer: Annotated[
+        Path,
+        typer.Argument(
+            metavar="LAYER.safetensors",
+            help="A layer that mh.nn.save wrote, or its state dict; --heads is needed for the latter.",
+        ),
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The C file to write.")],
+    length: Annotated[int, typer.Option(help="L, the tokens that the C function takes.")] = 16,
+    context_length: Annotated[int | None, typer.Option(help="S, the tokens of a context, for cross-attention.")] = None,
+    name: Annotated[str, typer.Option(help="Name of the C function.")] = "attention",
+    heads: Annotated[int | None, typer.Option(help="H, where the file does not say.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="G, where the file does not say.")] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="Causal, where the file does not say.")] = False,
+) -> None:
+    """Write a layer as one C99 file for small devices: no heap, one head after another."""
+    from multihead.heads.files import write_whole
+    from multihead.nn import c_source, load
+
+    _outputs(output)
+    said = {"n_heads": heads, "n_kv_heads": kv_heads, "causal": causal or None}
+    try:
+        made = load(layer, **{option: value for option, value in said.items() if value is not None})
+        source = c_source(made, length, context_length, name)
+        write_whole(output, source.text)
+    except ModuleNotFoundError as error:
+        _refuse(f"this needs {error.name}: pip install 'multihead[hf]'")
+    except (OSError, TypeError, ValueError) as error:
+        hint = "; --heads says it" if str(error).startswith("n_heads: expected the number") else ""
+        _refuse(f"{error}{hint}")
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{made.extra_repr()}, {length} tokens", markup=False)
+    console.print(f"RAM    {source.ram:,} bytes of work space, static; x and y are the caller's")
+    console.print(f"flash  {source.flash:,} bytes of weights and tables; code comes on top")
+    console.print(f"wrote {output}", markup=False)
+
+
 @app.command("lesson", epilog="Exit codes: 0 done, 2 input that cannot be used (one line says why), 130 Ctrl-C.")
 def lesson_command(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="A lesson; none lists them.")] = "",
