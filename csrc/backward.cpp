@@ -245,7 +245,7 @@ class Kernel {
   // The constants of a block of rows, and which keys they see.
   void start_rows(int64_t b, int64_t g, int64_t block) {
     Span some{f.S, 0};
-    each_row(g, block, [&](int, int64_t h, int64_t i) {
+    each_row(g, block, [&](int, int64_t, int64_t i) {
       const Span span = score.span_of(b, i);
       if (span.begin < span.end) some = {std::min(some.begin, span.begin), std::max(some.end, span.end)};
     });

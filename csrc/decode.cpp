@@ -128,7 +128,7 @@ class Decoder {
   }
 
   template <typename T>
-  void attend(const T* type, int64_t kv, int64_t part, int thread) {
+  void attend(const T*, int64_t kv, int64_t part, int thread) {
     Worker& w = workers[thread];
     Real* const query = floats.get() + thread * worker_numbers();
     Real* const scores = query + rows * query_row;
