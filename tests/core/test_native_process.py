@@ -209,7 +209,7 @@ def test_a_request_for_more_memory_than_there_is_says_so():
         "import torch, multihead as mh\n"
         "x = torch.zeros(1, 1, 1, 1).expand(1, 1, 2**37, 64)\n"  # the packed keys would take 64 TiB
         "try:\n"
-        "    mh.attention(x[:, :, :20], x, x, impl='native')\n"
+        "    mh.attention(x[:, :, :160], x, x, impl='native')\n"
         "except MemoryError as error:\n"
         "    print(error)\n"
     )
@@ -229,7 +229,7 @@ def test_memory_that_the_system_refuses():
         "for threads in (2, 1, 2):\n"
         "    torch.set_num_threads(threads)\n"
         "    try:\n"
-        "        mh.attention(x[:, :, :20], x, x, impl='native')\n"
+        "        mh.attention(x[:, :, :160], x, x, impl='native')\n"
         "    except MemoryError as error:\n"
         "        print('no memory', bool(str(error)))\n"
         "    assert torch.equal(mh.attention(y, y, y, impl='native'), expected)\n"
